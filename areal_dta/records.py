@@ -1,7 +1,7 @@
 """The frozen records that travel between processes, and their wire and file formats.
 
-A record is packed into a msgpack-able header and named numpy arrays (`pack`), which `areal_dta.channel` sends as a header
-frame plus raw frames; nothing is ever pickled. The trace file is the npz written by `write_trace`.
+A record is packed into a msgpack-able header and named numpy arrays (`pack`), which `areal_dta.channel` sends as a
+header frame plus raw frames; nothing is ever pickled. The trace file is the npz written by `write_trace`.
 
 Legend of shape suffixes: S sequences (training rows), T tokens of all sequences laid end to end.
 """
@@ -26,7 +26,9 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """Identity of one set of policy weights: (run epoch, number); a resumed run has a new epoch and never reuses one."""
+    """Identity of one set of policy weights: (run epoch, number); a resumed run has a new epoch and never reuses
+    one.
+    """
 
     epoch: int
     number: int
@@ -62,9 +64,9 @@ class Lease:
 class Trajectory:
     """One finished episode: its training sequences (turns exported individually) as ragged arrays.
 
-    ``input_ids_T`` holds the sequences end to end; ``offsets_S1`` (S+1) their bounds. ``loss_mask_T`` is 1 on tokens the
-    policy produced in this sequence; ``logprobs_T`` (natural log, sampling temperature) and ``versions_T`` (-1 elsewhere) align
-    with the token itself (not with its predecessor). ``rewards_S`` is the reward of each sequence.
+    ``input_ids_T`` holds the sequences end to end; ``offsets_S1`` (S+1) their bounds. ``loss_mask_T`` is 1 on tokens
+    the policy produced in this sequence; ``logprobs_T`` (natural log, sampling temperature) and ``versions_T`` (-1
+    elsewhere) align with the token itself (not with its predecessor). ``rewards_S`` is the reward of each sequence.
     """
 
     lease_id: str
@@ -114,8 +116,9 @@ class Trajectory:
 class Shard:
     """What one data-parallel rank trains on in one step: its rows, lexicographically sorted.
 
-    ``rewards_S`` are final (group-normalised if so configured); ``raw_rewards_S`` are the environment's. ``num_rows_total``
-    and ``num_loss_tokens_total`` count the whole batch over all ranks, for exact normalisation. ``minibatch_S`` assigns rows to optimizer steps.
+    ``rewards_S`` are final (group-normalised if so configured); ``raw_rewards_S`` are the environment's.
+    ``num_rows_total`` and ``num_loss_tokens_total`` count the whole batch over all ranks, for exact normalisation.
+    ``minibatch_S`` assigns rows to optimizer steps.
     """
 
     step: int
@@ -215,9 +218,7 @@ def unpack(kind: type[R], plain: Mapping[str, Any], arrays: Mapping[str, np.ndar
         if array.dtype != _DTYPES[name]:
             raise RecordError(f"{kind.__name__}.{name} has dtype {array.dtype}, expected {np.dtype(_DTYPES[name])}")
     required = {
-        n
-        for n, f in fields.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     }
     missing = sorted(required - set(given))
     if missing:
@@ -235,9 +236,10 @@ def _check_offsets(offsets_S1: np.ndarray, num_tokens: int) -> None:
 def write_trace(path: Path, trajectories: list[Trajectory], domain: str, step: int) -> None:
     """Write whole-batch trajectories in the trace schema (npz, uncompressed arrays, no pickle).
 
-    Arrays: ``ids`` int32 flat, ``offsets`` [n+1]; per training sequence ``turn_traj``, ``turn_start``, ``turn_end``: the
-    episode's token span relative to its offset; ``set``, ``domain``, ``task_id``, ``trial``, ``reward`` per episode; plus ``versions``,
-    ``logprobs`` flat for replays. An episode whose turns do not extend each other is stored as one entry per sequence.
+    Arrays: ``ids`` int32 flat, ``offsets`` [n+1]; per training sequence ``turn_traj``, ``turn_start``, ``turn_end``:
+    the episode's token span relative to its offset; ``set``, ``domain``, ``task_id``, ``trial``, ``reward`` per
+    episode; plus ``versions``, ``logprobs`` flat for replays. An episode whose turns do not extend each other is stored
+    as one entry per sequence.
     """
     ids: list[np.ndarray] = []
     logprobs: list[np.ndarray] = []
@@ -277,7 +279,9 @@ def write_trace(path: Path, trajectories: list[Trajectory], domain: str, step: i
 
 
 def _as_chain(traj: Trajectory) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Merge sequences that extend their predecessor: list of (token lo, token hi of the longest, loss spans relative to lo)."""
+    """Merge sequences that extend their predecessor: list of (token lo, token hi of the longest, loss spans relative to
+    lo).
+    """
     out: list[tuple[int, int, list[tuple[int, int]]]] = []
     for s in range(traj.num_sequences):
         lo, hi = int(traj.offsets_S1[s]), int(traj.offsets_S1[s + 1])

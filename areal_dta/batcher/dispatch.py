@@ -1,0 +1,195 @@
+"""From the groups of a batch to one shard per data-parallel rank. Pure and deterministic: the same batch gives the same
+shards.
+
+Legend: S training rows of the batch, T tokens of all rows, R rows by sorted position, K ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_dta.batcher.leases import Episode
+from areal_dta.batcher.rewards import shape, standardise
+from areal_dta.batcher.settings import BatcherSettings
+from areal_dta.batcher.staleness import fresh_mask
+from areal_dta.records import Shard, Trajectory
+from areal_dta.tree.cost import TREE_TOKENS
+from areal_dta.tree.partition import bin_cost, partition
+from areal_dta.tree.trie import SortedRows, sort_rows
+
+__all__ = ["Batch", "BatchStats", "assemble", "deal_minibatches"]
+
+
+@dataclass(frozen=True)
+class BatchStats:
+    """What one batch was: the numbers behind the ``batch/*`` metrics. Staleness counts tokens that are trained."""
+
+    step: int
+    episodes: int
+    rows: int
+    tokens: int
+    tree_tokens: int
+    loss_tokens: int
+    reward_mean: float
+    staleness_max: int
+    staleness_mean: float
+    mixed_version_share: float
+    rank_costs: tuple[float, ...]
+
+    @property
+    def tree_ratio(self) -> float:
+        return self.tokens / max(1, self.tree_tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    shards: tuple[Shard, ...]
+    stats: BatchStats
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """All training rows of a batch, end to end, before the cut."""
+
+    input_ids_T: np.ndarray
+    offsets_S1: np.ndarray
+    loss_mask_T: np.ndarray
+    logprobs_T: np.ndarray
+    versions_T: np.ndarray
+    rewards_S: np.ndarray
+    raw_rewards_S: np.ndarray
+    group_ids_S: np.ndarray
+    samples_S: np.ndarray
+    minibatch_S: np.ndarray
+
+
+def assemble(groups: Sequence[Sequence[Episode]], step: int, epoch: int, settings: BatcherSettings) -> Batch:
+    """Build the shards of one step from its groups' episodes (arrays present).
+
+    ``Shard.rewards_S`` is final: shifted, scaled and clipped, then normalised as ``actor.reward_norm`` says, over
+    episodes; the trainer must switch these off in AReaL's PPOActor (bias 0, scaling 1, clip inf, no reward_norm). A row
+    whose own reward differs from its episode's (turn-level discounts) gets its own shaped reward minus the episode
+    population's mean, over its deviation.
+    """
+    rows = _rows(groups, step, settings)
+    order = sort_rows(rows.input_ids_T, rows.offsets_S1)
+    members, costs, tree_tokens = _cut(rows, order, settings)
+    totals = (len(rows.rewards_S), int(rows.loss_mask_T.sum()))
+    shards = tuple(
+        _shard(
+            rows,
+            members[k],
+            step=step,
+            rank=k,
+            world_size=settings.num_ranks,
+            epoch=epoch,
+            num_rows_total=totals[0],
+            num_loss_tokens_total=totals[1],
+            cost=costs[k],
+            tree_tokens=tree_tokens[k],
+        )
+        for k in range(settings.num_ranks)
+    )
+    flat = [e for group in groups for e in group]
+    trained_T = rows.loss_mask_T.astype(bool)
+    staleness_T = np.abs(step - rows.versions_T[trained_T])
+    stats = BatchStats(
+        step=step,
+        episodes=len(flat),
+        rows=totals[0],
+        tokens=len(rows.input_ids_T),
+        tree_tokens=order.tree_tokens,
+        loss_tokens=totals[1],
+        reward_mean=float(np.mean([e.reward for e in flat])),
+        staleness_max=int(staleness_T.max(initial=0)),
+        staleness_mean=float(staleness_T.mean()) if len(staleness_T) else 0.0,
+        mixed_version_share=float(np.mean([e.mixed for e in flat])),
+        rank_costs=tuple(costs),
+    )
+    return Batch(shards, stats, tuple(_trajectory(e) for e in flat))
+
+
+def deal_minibatches(num_groups: int, num_minibatches: int, seed: int, step: int) -> np.ndarray:
+    """The minibatch of each group: a seeded deal, group counts differ by at most one."""
+    deal = np.empty(num_groups, np.int32)
+    deal[np.random.default_rng([seed, step]).permutation(num_groups)] = np.arange(num_groups) % num_minibatches
+    return deal
+
+
+def _trajectory(episode: Episode) -> Trajectory:
+    if episode.trajectory is None:
+        raise LookupError(f"the arrays of episode {episode.key} are gone: a checkpoint already covers it")
+    return episode.trajectory
+
+
+def _rows(groups: Sequence[Sequence[Episode]], step: int, settings: BatcherSettings) -> _Rows:
+    shaped = [shape(np.asarray([e.reward for e in group]), settings.rewards) for group in groups]
+    means, divisors = standardise(shaped, settings.rewards)
+    deal = deal_minibatches(len(groups), settings.num_minibatches, settings.seed, step)
+    trajectories, rewards, counts, minibatches = [], [], [], []
+    for g, group in enumerate(groups):
+        for i, episode in enumerate(group):
+            traj = _trajectory(episode)
+            trajectories.append(traj)
+            rewards.append((shape(traj.rewards_S, settings.rewards) - means[g][i]) / divisors[g][i])
+            counts.append(traj.num_sequences)
+            minibatches.append(deal[g])
+    lens_S = np.concatenate([np.diff(t.offsets_S1) for t in trajectories])
+    versions_T = np.concatenate([t.versions_T for t in trajectories])
+    loss_mask_T = np.concatenate([t.loss_mask_T for t in trajectories]).astype(np.uint8)
+    if settings.staleness_policy == "mask":
+        loss_mask_T = loss_mask_T * fresh_mask(versions_T, step, settings.eta).astype(np.uint8)
+    return _Rows(
+        input_ids_T=np.concatenate([t.input_ids_T for t in trajectories]),
+        offsets_S1=np.concatenate([[0], np.cumsum(lens_S)]),
+        loss_mask_T=loss_mask_T,
+        logprobs_T=np.concatenate([t.logprobs_T for t in trajectories]),
+        versions_T=versions_T,
+        rewards_S=np.concatenate(rewards).astype(np.float32),
+        raw_rewards_S=np.concatenate([t.rewards_S for t in trajectories]),
+        group_ids_S=np.repeat([t.group_id for t in trajectories], counts),
+        samples_S=np.repeat([t.sample for t in trajectories], counts),
+        minibatch_S=np.repeat(minibatches, counts),
+    )
+
+
+def _cut(rows: _Rows, order: SortedRows, settings: BatcherSettings) -> tuple[list[np.ndarray], list[float], list[int]]:
+    """Rows, cost and tree tokens of every rank. Every optimizer step is a barrier, so each minibatch is cut on its
+    own.
+    """
+    members: list[list[np.ndarray]] = [[] for _ in range(settings.num_ranks)]
+    costs, tree_tokens = [0.0] * settings.num_ranks, [0] * settings.num_ranks
+    for m in range(settings.num_minibatches):
+        positions = np.flatnonzero(rows.minibatch_S[order.order_R] == m)
+        part = order.subset(positions)
+        for k, chosen in enumerate(partition(settings.partition, part, settings.num_ranks, settings.cost)):
+            members[k].append(positions[chosen])
+            costs[k] += bin_cost(part, chosen, settings.cost)
+            tree_tokens[k] += int(bin_cost(part, chosen, TREE_TOKENS))
+    return [order.order_R[np.sort(np.concatenate(m))] for m in members], costs, tree_tokens
+
+
+def _shard(rows: _Rows, members: np.ndarray, **fields: Any) -> Shard:
+    """The shard of one rank; `members` are its rows in lexicographic order, `fields` the record's scalar fields."""
+    starts, ends = rows.offsets_S1[members], rows.offsets_S1[members + 1]
+    lens = ends - starts
+    offsets_S1 = np.concatenate([[0], np.cumsum(lens)]).astype(np.int64)
+    take = np.repeat(starts - offsets_S1[:-1], lens) + np.arange(int(offsets_S1[-1]))
+    return Shard(
+        input_ids_T=rows.input_ids_T[take],
+        offsets_S1=offsets_S1,
+        loss_mask_T=rows.loss_mask_T[take],
+        logprobs_T=rows.logprobs_T[take],
+        versions_T=rows.versions_T[take],
+        rewards_S=rows.rewards_S[members],
+        raw_rewards_S=rows.raw_rewards_S[members],
+        group_ids_S=rows.group_ids_S[members],
+        samples_S=rows.samples_S[members],
+        minibatch_S=rows.minibatch_S[members],
+        **fields,
+    )

@@ -1,0 +1,62 @@
+"""Final rewards: AReaL's shift, scale and clip, then normalisation over the episodes of a group or of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_dta.batcher.settings import RewardSettings
+
+__all__ = ["shape", "standardise"]
+
+
+def shape(reward: np.ndarray, settings: RewardSettings) -> np.ndarray:
+    """``clip((reward + bias) * scaling, -clip, clip)`` in float64, as AReaL's PPOActor does before it normalises."""
+    scaled = (np.asarray(reward, np.float64) + settings.bias) * settings.scaling
+    return np.clip(scaled, -settings.clip, settings.clip)
+
+
+def standardise(groups: Sequence[np.ndarray], settings: RewardSettings) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(mean, divisor) to apply to each episode of each group, given the groups' shaped episode rewards.
+
+    The formulas are those of AReaL 1.0.4's ``areal.utils.data.Normalization`` without a mask (mean over the group or
+    the batch, optionally leaving the element itself out; standard deviation around that mean; eps only where there is a
+    deviation), with one difference on purpose: the population is the *episodes*, not the sequences, so that an episode
+    of many turns does not weigh more in its group's mean.
+    """
+    everything = np.concatenate(groups)
+    means = [
+        _mean(everything, settings.leave_one_out)[sl] if settings.mean_level == "batch" else _group_mean(g, settings)
+        for g, sl in zip(groups, _slices(groups))
+    ]
+    deviations = everything - np.concatenate(means)
+    divisors = []
+    for group, mean in zip(groups, means):
+        if settings.std_level is None:
+            divisors.append(np.ones_like(group))
+            continue
+        off_mean = deviations if settings.std_level == "batch" else group - mean
+        divisors.append(np.full_like(group, _std(off_mean, settings.unbiased_std) + settings.eps))
+    return means, divisors
+
+
+def _group_mean(group: np.ndarray, settings: RewardSettings) -> np.ndarray:
+    return _mean(group, settings.leave_one_out) if settings.mean_level == "group" else np.zeros_like(group)
+
+
+def _mean(x: np.ndarray, leave_one_out: bool) -> np.ndarray:
+    if not leave_one_out:
+        return np.full_like(x, x.mean())
+    return (x.sum() - x) / (len(x) - 1) if len(x) > 1 else np.zeros_like(x)
+
+
+def _std(off_mean: np.ndarray, unbiased: bool) -> float:
+    if unbiased and len(off_mean) <= 1:
+        return 1.0
+    return float(np.sqrt((off_mean**2).sum() / (len(off_mean) - unbiased)))
+
+
+def _slices(groups: Sequence[np.ndarray]) -> list[slice]:
+    ends = np.cumsum([len(g) for g in groups]).tolist()
+    return [slice(end - len(g), end) for g, end in zip(groups, ends)]

@@ -1,0 +1,136 @@
+"""Load, check and resolve a configuration file without importing AReaL or torch.
+
+A file is AReaL's PPO/GRPO YAML (every key of AReaL 1.0.4 is accepted) plus our sections. The order of work: YAML and
+``key=value`` overrides, interpolation, older spellings, derived values, the key table, records, rules over several keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal_dta.config_schema import PPOConfig
+from areal_dta.config_schema_alloc import Allocation, parse_allocation
+from areal_dta.config_schema_check import ConfigError, build, fill, sections
+from areal_dta.config_schema_legacy import migrate
+from areal_dta.config_schema_rules import check_supported, check_values, derive
+
+__all__ = ["Allocation", "Config", "ConfigError", "load_config", "load_run_config", "make_config", "parse_allocation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(PPOConfig):
+    """A checked configuration. ``raw`` is the resolved mapping: every key of the records, and AReaL's others where given.
+
+    ``notices`` says what was rewritten while loading; two configs are equal when their resolved values are.
+    """
+
+    raw: dict[str, Any] = field(repr=False)
+    notices: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def train_allocation(self) -> Allocation:
+        return parse_allocation(self.actor.backend, "actor.backend")
+
+    @property
+    def rollout_allocation(self) -> Allocation:
+        return parse_allocation(self.rollout.backend, "rollout.backend")
+
+    @property
+    def episodes_per_step(self) -> int:
+        return self.train_dataset.batch_size * self.gconfig.n_samples
+
+    def total_steps(self, num_items: int) -> int:
+        """Training steps for a data set of `num_items` prompts; a short last batch of an epoch is dropped."""
+        steps = self.total_train_epochs * (num_items // self.train_dataset.batch_size)
+        return steps if self.total_train_steps is None else min(steps, self.total_train_steps)
+
+    def with_values(self, **values: Any) -> Config:
+        """A checked copy with top-level values replaced, e.g. ``config.with_values(trial_name="a")``."""
+        return dataclasses.replace(make_config({**self.raw, **values}), notices=self.notices)
+
+    def to_yaml(self) -> str:
+        """The resolved mapping as YAML; `load_config` of it gives an equal object."""
+        import yaml
+
+        return yaml.safe_dump(self.raw, sort_keys=False, allow_unicode=True)
+
+    def areal_mapping(self) -> dict[str, Any]:
+        """The part that AReaL's own PPOConfig accepts, its mandatory names (experiment, trial, fileroot) filled in."""
+        names = {
+            "experiment_name": self.experiment_name,
+            "trial_name": self.trial_name or "trial",
+            "fileroot": self.cluster.fileroot,
+        }
+        return _areal_part(self.raw, "PPOConfig", names)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply ``key=value`` overrides (AReaL's and Hydra's ``+key=value`` too) and check everything.
+
+    Raises ConfigError naming key, value and remedy.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist; give the path of a YAML file")
+    try:
+        loaded = OmegaConf.load(path)
+        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist([_override(o) for o in overrides]))
+        given = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys, not {type(given).__name__}")
+    return make_config({str(k): v for k, v in given.items()})
+
+
+def load_run_config(run_dir: str | Path) -> Config:
+    """The resolved configuration of a run directory."""
+    return load_config(Path(run_dir) / "config.yaml")
+
+
+def make_config(given: Mapping[str, Any]) -> Config:
+    """Check and resolve a plain mapping (interpolations already resolved). `given` is left alone."""
+    migrated, notices = migrate(given)
+    raw = fill(derive(migrated, notices))
+    check_supported(raw)
+    record = build(PPOConfig, raw)
+    check_values(record)
+    values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    return Config(**values, raw=raw, notices=tuple(notices))
+
+
+def _override(text: str) -> str:
+    key, sep, value = text.partition("=")
+    key = key.lstrip("+")
+    if not sep or not key or key.startswith("~"):
+        raise ConfigError(f"override {text!r} is not of the form key=value (null switches an optional key off)")
+    return f"{key}={value}" if value else f"{key}=''"
+
+
+def _areal_part(mapping: Mapping[str, Any], section: str, names: Mapping[str, str]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, key in sections()[section].items():
+        if not key.areal:
+            continue
+        nested = key.spelled.strip("@?") if key.spelled.startswith("@") else None
+        if name in mapping:
+            value = mapping[name]
+            out[name] = _areal_part(value, nested, names) if nested and value is not None else copy.deepcopy(value)
+        elif key.default == "???" and name in names:
+            out[name] = names[name]
+        elif nested and key.default is not None:
+            inner = _areal_part({}, nested, names)
+            if inner:
+                out[name] = inner
+    if "trial_name" in out:
+        out["trial_name"] = names["trial_name"]
+    return out

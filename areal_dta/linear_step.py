@@ -1,0 +1,199 @@
+"""The linearised training step between a padded batch and the engine; no AReaL in here.
+
+A loss needs only small per-token arrays, so one step is: forward log-probs of all rows (part 1), the loss on them as
+leaves (part 2), and a backward walk of the model with dL/dlogp and dL/dentropy as given coefficients (part 3). The
+chain rule makes that the exact gradient.
+
+Legend of shape suffixes: S rows, L longest row, T tokens of all rows laid end to end. Row layout is AReaL's: position t
+holds the log-prob of token t+1; a row's last position predicts nothing, holds 0 and gets no gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_dta.engine import DenseEngine, MegatronPolicy, Rows, RowValues, TreeEngine
+
+__all__ = ["Coefficients", "ForwardMemo", "LinearStep", "loss_coefficients", "pad_values", "rows_of_batch"]
+
+
+def rows_of_batch(batch: dict[str, Any]) -> Rows:
+    """Token ids of a padded batch as ragged rows. Raises ValueError for left padding, gaps and empty rows."""
+    mask_SL = batch["attention_mask"].bool().cpu().numpy()
+    lengths_S = mask_SL.sum(-1)
+    if (lengths_S == 0).any():
+        raise ValueError(f"row {int(np.argmin(lengths_S))} of the batch has no token; leave empty rows out")
+    if not (mask_SL == (np.arange(mask_SL.shape[1])[None, :] < lengths_S[:, None])).all():
+        raise ValueError("attention_mask has gaps or left padding; rows must be padded on the right")
+    offsets_S1 = np.zeros(len(lengths_S) + 1, np.int64)
+    np.cumsum(lengths_S, out=offsets_S1[1:])
+    return Rows(ids_T=batch["input_ids"].cpu().numpy()[mask_SL].astype(np.int32), offsets_S1=offsets_S1)
+
+
+def pad_values(values_T: torch.Tensor, attention_mask_SL: torch.Tensor) -> torch.Tensor:
+    """Per-token values as ``[S, L]``, 0 at padding."""
+    out_SL = values_T.new_zeros(attention_mask_SL.shape)
+    out_SL[attention_mask_SL.bool().to(values_T.device)] = values_T
+    return out_SL
+
+
+class ForwardMemo:
+    """Log-probs and entropies of the last forward pass, valid for one state of the weights (``generation``).
+
+    Proximal log-probs are computed right before the first minibatch is trained, with the same weights: its part 1 is a
+    look-up here.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, float] | None = None
+        self._spans: dict[bytes, tuple[int, int]] = {}
+        self._values: RowValues | None = None
+
+    def store(self, generation: int, temperature: float, rows: Rows, values: RowValues) -> None:
+        self._key = (generation, temperature)
+        self._values = values
+        self._spans = dict(zip(_row_digests(rows), _spans(rows), strict=True))
+
+    def fetch(self, generation: int, temperature: float, rows: Rows) -> RowValues | None:
+        """The values of ``rows`` if the stored pass had them all, with the same weights and temperature."""
+        if self._values is None or self._key != (generation, temperature):
+            return None
+        found = [self._spans.get(digest) for digest in _row_digests(rows)]
+        spans = [span for span in found if span is not None]
+        if len(spans) != len(found) or not spans:
+            return None
+        index_T = torch.from_numpy(np.concatenate([np.arange(lo, hi) for lo, hi in spans]))
+        index_T = index_T.to(self._values.logprobs_T.device)
+        entropy_T = self._values.entropy_T
+        return RowValues(
+            logprobs_T=self._values.logprobs_T[index_T], entropy_T=None if entropy_T is None else entropy_T[index_T]
+        )
+
+    def clear(self) -> None:
+        self._key, self._values, self._spans = None, None, {}
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Part 2's outcome: the loss as the loss function returned it, and d(scale * loss)/d(row values)."""
+
+    loss: float
+    dlogp_T: torch.Tensor
+    dentropy_T: torch.Tensor | None  # None: the loss does not depend on entropy
+
+
+def loss_coefficients(
+    values: RowValues,
+    rows: Rows,
+    packed: dict[str, Any],
+    loss_fn: Callable[..., torch.Tensor],
+    scale: float,
+) -> Coefficients:
+    """Call ``loss_fn(logprobs_T, entropy_T, packed)`` once and differentiate ``scale * loss`` with respect to both.
+
+    ``scale`` 0 (no loss token on this rank) still calls it, because the statistics it records are reduced over all
+    ranks. Positions whose coefficient is exactly 0 stay exactly 0. A row's last position gets none: it predicts the
+    next row's first token.
+    """
+    entropy_T = torch.zeros_like(values.logprobs_T) if values.entropy_T is None else values.entropy_T
+    with torch.enable_grad():
+        logp_T = values.logprobs_T.detach().float().clone().requires_grad_()
+        ent_T = entropy_T.detach().float().clone().requires_grad_()
+        loss = loss_fn(logp_T, ent_T, packed)
+        if scale == 0 or not loss.requires_grad:
+            return Coefficients(float(loss.detach()), torch.zeros_like(logp_T), None)
+        dlogp_T, dent_T = torch.autograd.grad(loss * scale, (logp_T, ent_T), allow_unused=True)
+    dlogp_T = torch.zeros_like(logp_T) if dlogp_T is None else dlogp_T
+    dlogp_T[torch.from_numpy(np.asarray(rows.offsets_S1[1:]) - 1).to(dlogp_T.device)] = 0
+    if dent_T is not None and not dent_T.any():
+        dent_T = None
+    return Coefficients(float(loss.detach()), dlogp_T, dent_T)
+
+
+class LinearStep:
+    """The three parts on one rank. With ``reuse_forward`` part 1 may be a look-up in the forward pass just done."""
+
+    def __init__(
+        self, policy: MegatronPolicy, engine: TreeEngine | DenseEngine, temperature: float, reuse_forward: bool
+    ) -> None:
+        self.policy, self.engine = policy, engine
+        self.temperature, self.reuse_forward = temperature, reuse_forward
+        self.num_reused = 0  # parts 1 that were a look-up
+        self.last: tuple[Rows, Coefficients] | None = None  # of the last `accumulate`, for replays and tests
+        self._generation = 0  # counts changes of the weights
+        self._memo = ForwardMemo()
+
+    def weights_changed(self) -> None:
+        """Forget values of older weights; to be called after every step and load."""
+        self._generation += 1
+        self._memo.clear()
+
+    def forward(self, rows: Rows, remember: bool) -> RowValues:
+        """Log-probs, and with `remember` entropies too, kept for a `part1` of the same rows with the same weights."""
+        remember = remember and self.reuse_forward
+        values = self.engine.forward(rows, temperature=self.temperature, want_entropy=remember)
+        if remember:
+            self._memo.store(self._generation, self.temperature, rows, values)
+        return values
+
+    def part1(self, rows: Rows) -> RowValues:
+        """Log-probs and entropies of `rows` under the current weights."""
+        if self.reuse_forward:
+            known = self._memo.fetch(self._generation, self.temperature, rows)
+            if known is not None:
+                self.num_reused += 1
+                return known
+        return self.engine.forward(rows, temperature=self.temperature, want_entropy=True)
+
+    def accumulate(
+        self,
+        rows: Rows,
+        packed: dict[str, Any],
+        loss_fn: Callable[..., torch.Tensor],
+        loss_weight_fn: Callable[[dict[str, Any]], torch.Tensor],
+    ) -> float | None:
+        """All three parts: gradients of the minibatch's loss, over all data-parallel ranks, replace the old ones.
+
+        The loss (returned, the same on all ranks) is AReaL's: the ranks' means weighted by local over total weight.
+        None, and no gradients, when no rank has any weight. A rank without weight walks with zero coefficients.
+        """
+        self.policy.zero_grad()
+        local, total = self.weights(packed, loss_weight_fn)
+        scale = local / total if total > 0 else 0.0
+        coefficients = loss_coefficients(self.part1(rows), rows, packed, loss_fn, scale)
+        self.last = (rows, coefficients)
+        if total <= 0:
+            return None
+        self.engine.backward(rows, coefficients.dlogp_T, coefficients.dentropy_T, temperature=self.temperature)
+        return self.sum_over_ranks(coefficients.loss * scale if scale else 0.0)
+
+    def weights(
+        self, packed: dict[str, Any], loss_weight_fn: Callable[[dict[str, Any]], torch.Tensor]
+    ) -> tuple[float, float]:
+        """(this rank's loss weight, that of all data-parallel ranks)."""
+        local = float(loss_weight_fn(packed))
+        return local, self.sum_over_ranks(local)
+
+    def sum_over_ranks(self, value: float) -> float:
+        """Sum over data-parallel ranks, in fp64 where the device has it."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.policy.device)
+        dist.all_reduce(total, group=self.policy.dp_group)
+        return float(total)
+
+
+def _spans(rows: Rows) -> list[tuple[int, int]]:
+    bounds = np.asarray(rows.offsets_S1).tolist()
+    return list(itertools.pairwise(bounds))
+
+
+def _row_digests(rows: Rows) -> list[bytes]:
+    ids_T = np.ascontiguousarray(rows.ids_T, np.int32)
+    return [hashlib.blake2b(ids_T[lo:hi].tobytes(), digest_size=16).digest() for lo, hi in _spans(rows)]

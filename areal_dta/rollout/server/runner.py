@@ -1,0 +1,56 @@
+"""The forward pass: one weight version, one KV store, any mix of prefill chunks and decoded tokens per call.
+
+Legend of shape suffixes: T new tokens of the batch, D hidden, V vocabulary, R chosen rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from areal_dta.nn import DecoderWeights, Rotary, decode_hidden, project_logits
+from areal_dta.rollout.server.paged_attention import PagedKV, SharedPrefix, Span, plan_attention
+
+__all__ = ["ModelRunner"]
+
+SCORE_ROWS = 512  # logits of this many rows exist at a time while scoring
+
+
+class ModelRunner:
+    """Owns the tensors. Not thread-safe: everything happens on the model thread."""
+
+    def __init__(self, weights: DecoderWeights, num_pages: int, page_size: int) -> None:
+        self.weights = weights
+        self.page_size = page_size
+        self.kv = PagedKV(weights.config, num_pages, page_size, weights.dtype, weights.device)
+        self._rotary = Rotary(weights.config, weights.dtype, weights.device)
+
+    @torch.inference_mode()
+    def forward(
+        self, spans: Sequence[Span], ids: Sequence[int], shared: Sequence[SharedPrefix] | None = None
+    ) -> torch.Tensor:
+        """Compute the new tokens ``ids`` of all spans (end to end), store their KV; returns hidden states (T, D)."""
+        plan = plan_attention(spans, self.page_size, self.weights.device, shared)
+        ids_T = torch.tensor(ids, device=self.weights.device)
+        cos_sin = self._rotary(plan.positions_T, plan.max_position)
+        return decode_hidden(
+            self.weights, ids_T, cos_sin, lambda layer, q, k, v: self.kv.attend(plan, layer, q, k, v)
+        )
+
+    @torch.inference_mode()
+    def logits(self, hidden_TD: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Logits (R, V) of the chosen rows."""
+        return project_logits(self.weights, hidden_TD[torch.tensor(rows, device=hidden_TD.device)])
+
+    @torch.inference_mode()
+    def score(self, hidden_TD: torch.Tensor, targets: Sequence[int]) -> list[float]:
+        """Log-prob (temperature 1, fp32) of ``targets[i]`` as the token after row i."""
+        values: list[float] = []
+        for lo in range(0, len(targets), SCORE_ROWS):
+            target_R = torch.tensor(targets[lo : lo + SCORE_ROWS], device=hidden_TD.device)
+            logits_RV = project_logits(self.weights, hidden_TD[lo : lo + len(target_R)])
+            logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+            chosen_R = logits_RV.gather(1, target_R.unsqueeze(1)).squeeze(1)
+            values.extend((chosen_R - logits_RV.logsumexp(-1)).float().tolist())
+        return values

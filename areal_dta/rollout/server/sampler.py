@@ -1,0 +1,130 @@
+"""Sampling by position-keyed noise: a token depends on its logits, the request's seed and its position, on nothing else.
+
+The token at a position is ``argmax(logits / temperature + gumbel(seed, position, token))`` over the admissible tokens, which
+is an exact draw from the softmax. The noise is a hash, so the batch around a request, retractions and resubmissions of
+the same seed do not change what is drawn; a verifier of drafted tokens can ask for the same noise again.
+
+Legend of shape suffixes: B rows of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["SampleRow", "gumbel_noise", "sample"]
+
+MASK64 = (1 << 64) - 1
+NUCLEUS_FIRST_LOOK = 256  # most nuclei are this small; sorting the whole vocabulary costs ten times more
+MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """How to draw one token. ``position`` counts from the start of the prompt; temperature 0 is greedy."""
+
+    seed: int
+    position: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # <= 0: all
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+
+def _splitmix(x: int) -> int:
+    """One output of the SplitMix64 generator (Steele, Lea, Flood 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+    return x ^ (x >> 31)
+
+
+def _signed32(x: int) -> int:
+    x &= 0xFFFFFFFF
+    return x - (1 << 32) if x >> 31 else x
+
+
+def _mix_(x: torch.Tensor) -> torch.Tensor:
+    """A bijective 32-bit finaliser (multiply and shift, constants of C. Wellons' lowbias32), in place."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed32(0x846CA68B)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def gumbel_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Standard Gumbel noise (B, V) in fp32 for the (seed, position) ``keys``."""
+    words = [_splitmix(_splitmix(seed & MASK64) ^ position) for seed, position in keys]
+    first_B1 = torch.tensor([[_signed32(w)] for w in words], dtype=torch.int32, device=device)
+    second_B1 = torch.tensor([[_signed32(w >> 32)] for w in words], dtype=torch.int32, device=device)
+    x_BV = torch.arange(vocab_size, dtype=torch.int32, device=device) ^ first_B1
+    x_BV = _mix_(_mix_(x_BV).add_(second_B1))
+    # To (0, 1), fine-grained towards 0: there the Gumbel value is large and decides who wins.
+    uniform_BV = x_BV.float().add_(2.0**31 + 0.5).mul_(2.0**-32).clamp_(2.0**-33, 1 - 2.0**-24)
+    return uniform_BV.neg_().log1p_().neg_().log_().neg_()
+
+
+def sample(logits_BV: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row.
+
+    Returns (tokens int64, log-probs fp32): the log-prob is the token's under ``softmax(logits / temperature)`` (temperature 1
+    for greedy rows), before top-k and top-p cut it, which is what a trainer can recompute.
+    """
+    logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
+    scale = [1.0 if r.greedy else r.temperature for r in rows]
+    if any(s != 1.0 for s in scale):
+        logits_BV = logits_BV / torch.tensor(scale, dtype=logits_BV.dtype, device=logits_BV.device).unsqueeze(1)
+    picked = [i for i, r in enumerate(rows) if not r.greedy]
+    score_BV = logits_BV
+    if picked:
+        keys = [(rows[i].seed, rows[i].position) for i in picked]
+        noise = gumbel_noise(keys, logits_BV.shape[1], logits_BV.device).to(logits_BV.dtype)
+        if len(picked) == len(rows):
+            score_BV = noise.add_(_truncate(logits_BV, rows))
+        else:
+            index = torch.tensor(picked, device=logits_BV.device)
+            noise.add_(_truncate(logits_BV[index], [rows[i] for i in picked]))
+            score_BV = logits_BV.index_copy(0, index, noise)
+    tokens_B = score_BV.argmax(-1)
+    chosen_B = logits_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+    return tokens_B, (chosen_B - logits_BV.logsumexp(-1)).float()
+
+
+def _truncate(logits_BV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Set what top-k and top-p exclude to -inf; a tie at the border is kept."""
+    vocab_size = logits_BV.shape[1]
+    cut = [i for i, r in enumerate(rows) if r.top_p < 1.0 or 0 < r.top_k < vocab_size]
+    if not cut:
+        return logits_BV
+    index = torch.tensor(cut, device=logits_BV.device)
+    x_BV = logits_BV[index]
+    floor_B1 = _lowest_kept(x_BV, [rows[i] for i in cut], min(NUCLEUS_FIRST_LOOK, vocab_size))
+    return logits_BV.index_copy(0, index, x_BV.masked_fill(x_BV < floor_B1, float("-inf")))
+
+
+def _lowest_kept(x_BV: torch.Tensor, rows: Sequence[SampleRow], look: int) -> torch.Tensor:
+    vocab_size = x_BV.shape[1]
+    top_k_B1 = torch.tensor([[r.top_k if 0 < r.top_k < vocab_size else vocab_size] for r in rows], device=x_BV.device)
+    top_p_B1 = torch.tensor([[r.top_p] for r in rows], dtype=x_BV.dtype, device=x_BV.device)
+    value_BL = x_BV.topk(look, -1).values
+    in_k_BL = torch.arange(look, device=x_BV.device) < top_k_B1
+    kept_mass_B1 = x_BV.logsumexp(-1, keepdim=True)
+    if look == vocab_size or int(top_k_B1.max()) <= look:  # top-p applies to what top-k leaves
+        kept_mass_B1 = value_BL.masked_fill(~in_k_BL, float("-inf")).logsumexp(-1, keepdim=True)
+    elif int(top_k_B1.min()) < vocab_size:
+        return _lowest_kept(x_BV, rows, vocab_size)
+    prob_BL = (value_BL - kept_mass_B1).exp().masked_fill(~in_k_BL, 0.0)
+    before_BL = prob_BL.cumsum(-1) - prob_BL
+    keep_BL = in_k_BL & (before_BL < top_p_B1)
+    keep_BL[:, 0] = True
+    undecided = (keep_BL[:, -1:] & (top_k_B1 > look) & (top_p_B1 <= 1.0)).any()
+    if look < vocab_size and bool(undecided):
+        return _lowest_kept(x_BV, rows, vocab_size)
+    return value_BL.masked_fill(~keep_BL, float("inf")).amin(-1, keepdim=True)

@@ -1,0 +1,279 @@
+"""What runs in each step: continuous batching of decoded tokens, prefill chunks and newly admitted requests.
+
+Runs on the model thread only and knows nothing of HTTP. Requests wait in arrival order; when KV pages run out, cached
+prefixes are evicted, then the youngest running sequence is retracted (its tokens are kept and recomputed later).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from areal_dta.nn import DecoderWeights
+from areal_dta.rollout.server.kv_cache import CacheFull, KVCache
+from areal_dta.rollout.server.paged_attention import SharedPrefix, Span, find_shared
+from areal_dta.rollout.server.runner import ModelRunner
+from areal_dta.rollout.server.sampler import sample
+from areal_dta.rollout.server.sequence import FinishReason, Sequence
+
+__all__ = ["Scheduler", "SchedulerLimits", "StepStats"]
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Sizes: sequences running at once, KV tokens in all, new prompt tokens per step, tokens per KV page."""
+
+    max_batch: int = 128
+    max_total_tokens: int = 65536
+    max_prefill_tokens: int = 2048
+    page_size: int = 16
+
+
+@dataclass
+class StepStats:
+    """Cumulative counters."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    retractions: int = 0
+    steps: int = 0
+
+
+class Scheduler:
+    """``decode_text(ids) -> str`` is needed for stop strings only."""
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        version: str,
+        limits: SchedulerLimits,
+        decode_text: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        num_pages = limits.max_total_tokens // limits.page_size + 1
+        self.limits = limits
+        self.version = version
+        self.runner = ModelRunner(weights, num_pages, limits.page_size)
+        self.cache = KVCache(num_pages, limits.page_size)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.stats = StepStats()
+        self._decode_text = decode_text
+        self._shared: tuple[list[Sequence], list[SharedPrefix]] = ([], [])
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that fits the KV pool."""
+        return self.cache.num_pages * self.limits.page_size
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def abort(self, seqs: Iterable[Sequence], message: str) -> int:
+        """Answer ``seqs`` with what they have so far; returns how many there were."""
+        chosen = list(seqs)
+        for seq in chosen:
+            if seq in self.running:
+                self.running.remove(seq)
+                self._release(seq)
+            else:
+                self.waiting.remove(seq)
+            seq.finish(FinishReason("abort", message=message), self.version)
+        return len(chosen)
+
+    def retract_all(self) -> int:
+        """Send every running sequence back to the front of the queue, KV released; returns how many."""
+        count = len(self.running)
+        while self.running:
+            self._retract(self.running[-1])
+        return count
+
+    def swap_weights(self, weights: DecoderWeights, version: str) -> None:
+        """Change the policy: running sequences are recomputed, cached KV of the old version is forgotten."""
+        self.retract_all()
+        self.cache.reset_tree()
+        self.runner.weights = weights
+        self.version = version
+
+    def step(self) -> int:
+        """Run one forward pass over whatever can run; returns the number of tokens sampled. No work: 0."""
+        work = self._plan_step()
+        if not work:
+            return 0
+        spans = [Span(seq.table, seq.num_computed, seq.scheduled_end) for seq in work]
+        ids = [t for seq, s in zip(work, spans, strict=True) for t in seq.tokens[s.start : s.end]]
+        hidden_TD = self.runner.forward(spans, ids, self._shared_prefixes(work, spans))
+        last_rows, ready, row = [], [], 0
+        for seq, span in zip(work, spans, strict=True):
+            self._score(seq, span, hidden_TD[row : row + span.end - span.start])
+            row += span.end - span.start
+            seq.num_computed = span.end
+            if span.end == len(seq.tokens):
+                last_rows.append(row - 1)
+                ready.append(seq)
+        if ready:
+            self._sample(ready, self.runner.logits(hidden_TD, last_rows))
+        self.stats.steps += 1
+        return len(ready)
+
+    def _shared_prefixes(self, work: list[Sequence], spans: list[Span]) -> list[SharedPrefix]:
+        """While the same sequences decode, what they share stays as it was found."""
+        if all(s.end - s.start == 1 for s in spans):
+            if self._shared[0] != work:
+                self._shared = (work, find_shared(spans, self.limits.page_size))
+            return self._shared[1]
+        return find_shared(spans, self.limits.page_size)
+
+    def _plan_step(self) -> list[Sequence]:
+        work: list[Sequence] = []
+        for seq in list(self.running):
+            if seq.num_remaining == 1 and seq in self.running and self._grow(seq):
+                seq.scheduled_end = len(seq.tokens)
+                work.append(seq)
+        budget = self.limits.max_prefill_tokens
+        for seq in self.running:
+            if seq.num_remaining > 1 and budget > 0:
+                budget -= self._schedule_chunk(seq, budget)
+                work.append(seq)
+        while budget > 0 and self.waiting and len(self.running) < self.limits.max_batch:
+            seq = self.waiting[0]
+            if not self._admit(seq):
+                break
+            self.waiting.popleft()
+            self.running.append(seq)
+            budget -= self._schedule_chunk(seq, budget)
+            work.append(seq)
+        return work
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Make room for the KV of one more token, retracting younger sequences if need be; False: ``seq`` itself went."""
+        while len(seq.table) * self.limits.page_size < len(seq.tokens):
+            try:
+                page = self.cache.allocate(1)[0]
+            except CacheFull:
+                youngest = self.running[-1]
+                self._retract(youngest)
+                if youngest is seq:
+                    return False
+                continue
+            seq.own_pages.append(page)
+            seq.table.append(page)
+        return True
+
+    def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
+        """Plan the next prefill chunk; its full pages enter the tree now, so that this very step can share them."""
+        size = self.limits.page_size
+        end = min(len(seq.tokens), seq.num_computed + budget)
+        if end < len(seq.tokens) and end - end % size > seq.num_computed:
+            end -= end % size
+        seq.scheduled_end = end
+        while seq.own_pages and (len(seq.path) + 1) * size <= end:
+            key = self.cache.block_key(seq.tokens, len(seq.path))
+            if self.cache.child(seq.path, key) is not None:
+                break  # the same page exists (the last page of a repeated prompt is recomputed): keep ours private
+            parent = seq.path[-1] if seq.path else None
+            seq.path.append(self.cache.adopt(parent, key, seq.own_pages.pop(0), locked=True))
+        return end - seq.num_computed
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Give ``seq`` its cached prefix and pages for the rest; False: it has to wait."""
+        size = self.limits.page_size
+        path = self.cache.match(seq.tokens, seq.max_prefix_hit)
+        if self._computed_soon(seq, len(path)):
+            return False
+        self.cache.lock(path)
+        need = -(-(len(seq.tokens) + 1) // size) - len(path)
+        need = min(need, self.cache.num_pages - len(path))
+        if need + len(self.running) > self.cache.num_available and (self.running or need > self.cache.num_available):
+            self.cache.unlock(path)
+            return False
+        seq.path = path
+        seq.own_pages = self.cache.allocate(need)
+        seq.table = [node.page for node in path] + seq.own_pages
+        seq.num_computed = len(path) * size
+        if not seq.num_output:
+            seq.cached_tokens = seq.num_computed
+            self.stats.prompt_tokens += seq.prompt_len
+            self.stats.cached_tokens += seq.cached_tokens
+        return True
+
+    def _computed_soon(self, seq: Sequence, num_matched: int) -> bool:
+        """Whether a running prefill will compute the next page ``seq`` needs: then waiting is cheaper than repeating it."""
+        size = self.limits.page_size
+        lo, hi = num_matched * size, (num_matched + 1) * size
+        if hi > seq.max_prefix_hit:
+            return False
+        return any(
+            other.scheduled_end < hi <= len(other.tokens) and other.tokens[:hi] == seq.tokens[:hi]
+            for other in self.running
+            if other.num_computed <= lo
+        )
+
+    def _retract(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._release(seq)
+        if not seq.scored:
+            seq.input_logprobs.clear()
+        self.waiting.appendleft(seq)
+        self.stats.retractions += 1
+
+    def _release(self, seq: Sequence) -> None:
+        self.cache.store(seq.tokens, seq.path, seq.own_pages, seq.num_computed)
+        seq.path, seq.own_pages, seq.table, seq.num_computed, seq.scheduled_end = [], [], [], 0, 0
+        self._shared = ([], [])
+
+    def _score(self, seq: Sequence, span: Span, hidden_TD: torch.Tensor) -> None:
+        if seq.request.logprob_start is None or seq.scored:
+            return
+        first = max(span.start, seq.request.logprob_start - 1)
+        last = min(span.end, seq.prompt_len - 1)
+        if first < last:
+            rows = hidden_TD[first - span.start : last - span.start]
+            seq.input_logprobs.extend(self.runner.score(rows, seq.tokens[first + 1 : last + 1]))
+        seq.scored = span.end >= seq.prompt_len
+
+    def _sample(self, ready: list[Sequence], logits_RV: torch.Tensor) -> None:
+        logits_RV = self._adjust(ready, logits_RV)
+        tokens_R, logprobs_R = sample(logits_RV, [seq.sample_row() for seq in ready])
+        for seq, token, logprob in zip(ready, tokens_R.tolist(), logprobs_R.tolist(), strict=True):
+            seq.append(token, logprob, self.version)
+            reason = self._finish_reason(seq, token)
+            if reason is not None:
+                self.running.remove(seq)
+                self._release(seq)
+                seq.finish(reason, self.version)
+        self.stats.generated_tokens += len(ready)
+
+    def _adjust(self, ready: list[Sequence], logits_RV: torch.Tensor) -> torch.Tensor:
+        """Frequency penalty, and no stop token before ``min_new_tokens``: both are part of the sampling distribution."""
+        for row, seq in enumerate(ready):
+            s = seq.request.sampling
+            if s.frequency_penalty and seq.counts:
+                ids = torch.tensor(list(seq.counts), device=logits_RV.device)
+                counts = torch.tensor(list(seq.counts.values()), dtype=logits_RV.dtype, device=logits_RV.device)
+                logits_RV[row, ids] -= s.frequency_penalty * counts
+            if seq.num_output < s.min_new_tokens and seq.stop_ids:
+                logits_RV[row, list(seq.stop_ids)] = float("-inf")
+        return logits_RV
+
+    def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
+        if token in seq.stop_ids and seq.num_output > seq.request.sampling.min_new_tokens:
+            return FinishReason("stop", matched=token)
+        stops = seq.request.sampling.stop
+        if stops and self._decode_text is not None:
+            # A token is at least a byte, so this many tokens cover a stop string that the last one completed.
+            tail = seq.tokens[seq.prompt_len :][-(max(len(s.encode()) for s in stops) + 4) :]
+            text = self._decode_text(tail)
+            matched = next((s for s in stops if s in text), None)
+            if matched is not None:
+                return FinishReason("stop", matched=matched)
+        if len(seq.tokens) >= seq.max_tokens or seq.num_output >= seq.request.sampling.max_new_tokens:
+            return FinishReason("length")
+        return None

@@ -1,0 +1,1 @@
+"""Experiments: ready-made workflows, data preparation and configurations on top of `areal_dta`."""

@@ -1,0 +1,94 @@
+"""From a run directory to a finished run: prepare, launch, watch, summarise. Used by `run` and `resume`."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from areal_dta.config import Config, ConfigError
+from launcher import plan as planning
+from launcher.inputs import prepare_inputs
+from launcher.local import ProcessTable
+from launcher.progress import Progress
+from launcher.rundir import RunDir, RunError, RunState, write_json
+from launcher.store import MetricsStore
+from launcher.supervise import LaunchFailed, Stopped, StopSignal, Supervisor
+
+__all__ = ["Outcome", "execute"]
+
+EXIT_CODES = {"finished": 0, "stopped": 130}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended."""
+
+    state: RunState
+    run_dir: Path
+    summary: dict[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES.get(self.state.status, 1)
+
+
+def execute(
+    config: Config, run: RunDir, epoch: int, resume_step: int | None, out: TextIO, live: bool
+) -> Outcome:
+    """Run in the foreground to the end of the run. A failed or stopped run is an Outcome, not an exception.
+
+    The run directory exists. Raises RunError while another launcher holds it.
+    """
+    run.acquire()
+    state = run.write_state(RunState("preparing", os.getpid(), epoch, resume_step or 0, started_at=time.time()))
+    try:
+        with StopSignal().installed() as stop_signal:
+            try:
+                total = config.total_steps(prepare_inputs(config, run, stop_signal, out))
+                run.write_state(replace(state, status="running", total_steps=total))
+                _launch(config, run, resume_step, stop_signal, out, live)
+                status, cause = "finished", None
+            except (LaunchFailed, ConfigError, RunError) as error:
+                status, cause = "failed", str(error)
+            except Stopped as error:
+                status, cause = "stopped", str(error)
+            except BaseException as error:
+                # Only to leave a true state behind; the error itself goes on.
+                status, cause = "failed", f"the launcher itself failed: {type(error).__name__}: {error}"
+                raise
+            finally:
+                state = run.write_state(replace(run.read_state(), status=status, cause=cause))
+    finally:
+        run.release()
+    return Outcome(state, run.path, _summarise(run))
+
+
+def _launch(
+    config: Config, run: RunDir, resume_step: int | None, stop_signal: StopSignal, out: TextIO, live: bool
+) -> None:
+    state = run.read_state()
+    chosen = planning.choose_ports(config)
+    plan = planning.launch_plan(config, run.path, chosen, state.epoch, resume_step)
+    plan.write(run.launch_file)
+    run.launch_file.chmod(0o600)  # it may hold the API key
+    store = MetricsStore(plan.metrics, run.metrics_file)
+    try:
+        table = ProcessTable(run.log_file, planning.worker_env(config))
+        progress = Progress(out, state.total_steps, live, step=state.step)
+        supervisor = Supervisor(config, run, state, table, store, progress, stop_signal)
+        supervisor.run_to_end(planning.process_table(config, plan, chosen))
+    finally:
+        store.close()
+
+
+def _summarise(run: RunDir) -> dict[str, Any]:
+    from launcher.summary import summarise
+
+    if not run.metrics_file.exists():
+        return {}
+    summary = summarise(run.path)
+    write_json(run.summary_file, summary)
+    return summary

@@ -1,0 +1,220 @@
+"""One launch of a run: start everything in order, watch until the trainer ranks are done, restart or fail, stop everything.
+
+Nothing sleeps: the loop waits for the end of a process, a signal, or the next thing that is due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+from areal_dta.config import Config
+from areal_dta.metrics import MetricRecord
+from launcher.local import Death, ProcessTable
+from launcher.plan import ProcessSpec
+from launcher.progress import Progress
+from launcher.rundir import RunDir, RunState, write_json
+from launcher.store import MetricsStore
+
+__all__ = ["LaunchFailed", "Stopped", "StopSignal", "Supervisor"]
+
+TICK_S = 0.25
+HEALTH_TIMEOUT_S = 2.0
+FAILURE_STOP_S = 10.0  # per wave, so that a dead trainer stops a run well within a minute
+BEFORE_ROUTER, ROUTER, WORKERS = ("server", "batcher", "trainer"), ("router",), ("worker",)
+
+
+class LaunchFailed(RuntimeError):
+    """The launch cannot go on; the message is the cause."""
+
+
+class Stopped(RuntimeError):
+    """A person or another program asked the launch to stop."""
+
+
+class StopSignal:
+    """SIGINT and SIGTERM as a flag and a readable descriptor; a second signal kills at once by raising KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopSignal]:
+        before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+        os.write(self._write_fd, b"!")
+
+    def check(self) -> None:
+        if self.name is not None:
+            raise Stopped(f"stopped by {self.name}")
+
+
+class Supervisor:
+    """Runs the processes of one launch to their end."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        state: RunState,
+        table: ProcessTable,
+        store: MetricsStore,
+        progress: Progress,
+        stop_signal: StopSignal,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self.state = state
+        self._table = table
+        self._store = store
+        self._progress = progress
+        self._signal = stop_signal
+        self._wake_fd: int | None = stop_signal.fd
+
+    def run_to_end(self, specs: list[ProcessSpec]) -> None:
+        """Start, watch and stop; raises LaunchFailed with the cause, or Stopped. Nothing is left running in any case."""
+        grace_s = self._config.runtime.stop_timeout_s
+        try:
+            self._start_all(specs)
+            self._watch(trainers=[s.name for s in specs if s.role == "trainer"])
+        except LaunchFailed:
+            grace_s = min(grace_s, FAILURE_STOP_S)
+            raise
+        except KeyboardInterrupt:
+            grace_s = 0.0
+            raise Stopped("stopped by a second signal, without grace") from None
+        finally:
+            self._stop_all(grace_s)
+
+    def _start_all(self, specs: list[ProcessSpec]) -> None:
+        for roles, waits_for in ((BEFORE_ROUTER, ("server",)), (ROUTER, ("router",)), (WORKERS, ())):
+            for spec in specs:
+                if spec.role in roles:
+                    self._start(spec)
+            for spec in specs:
+                if spec.role in waits_for:
+                    self._wait_healthy(spec)
+
+    def _start(self, spec: ProcessSpec) -> None:
+        process = self._table.start(spec)
+        self._event("process/start", process=spec.name, pid=process.popen.pid)
+        self._save_processes()
+
+    def _wait_healthy(self, spec: ProcessSpec) -> None:
+        """Until the process answers its health URL; LaunchFailed after ``runtime.start_timeout_s``."""
+        self._phase(f"waiting for {spec.name}")
+        limit_s = self._config.runtime.start_timeout_s
+        deadline = time.monotonic() + limit_s
+        while not is_healthy(spec.health or ""):
+            self._tick()
+            if time.monotonic() > deadline:
+                raise LaunchFailed(
+                    f"{spec.name} did not answer {spec.health} within runtime.start_timeout_s={limit_s:g} s; "
+                    f"see {self._run.log_file(spec.name)}"
+                )
+
+    def _watch(self, trainers: list[str]) -> None:
+        """Until every trainer rank has exited with code 0."""
+        self._phase("waiting for the trainer")
+        step_limit_s = self._config.runtime.step_timeout_s
+        while any(self._table.processes[name].status == "running" for name in trainers):
+            self._tick()
+            quiet_s = time.monotonic() - self._progress.last_activity
+            if quiet_s > step_limit_s:
+                raise LaunchFailed(
+                    f"no progress for runtime.step_timeout_s={step_limit_s:g} s while {self._progress.phase}; "
+                    f"the last record was {self._progress.last_record}"
+                )
+        self._tick()
+
+    def _tick(self) -> None:
+        """Wait a moment for something to happen and deal with it."""
+        deaths = self._table.wait(TICK_S, self._wake_fd)
+        self._signal.check()
+        for death in deaths:
+            self._on_death(death)
+        for process in self._table.restart_due():
+            self._event(
+                "process/restart", process=process.spec.name, pid=process.popen.pid, restarts=process.restarts
+            )
+            self._save_processes()
+        self._progress.take(self._store.drain())
+        if self._progress.step != self.state.step:
+            self.state = self._run.write_state(replace(self.state, step=self._progress.step))
+
+    def _on_death(self, death: Death) -> None:
+        process = self._table.processes[death.name]
+        self._event("process/exit", death.how, process=death.name, code=death.returncode)
+        try:
+            if process.spec.role == "trainer":
+                if death.returncode != 0:
+                    raise LaunchFailed(str(death))
+                return
+            if process.spec.role == "worker" and death.returncode == 0:
+                return  # it was told that training is over
+            limit = self._config.runtime.restart_limit
+            if process.restarts >= limit:
+                raise LaunchFailed(f"{death}; it was restarted runtime.restart_limit={limit} times already")
+            delay_s = self._table.schedule_restart(death.name)
+            self._progress.say(f"{death.name} {death.how}; restart {process.restarts + 1}/{limit} in {delay_s:g} s")
+        finally:
+            self._save_processes()
+
+    def _stop_all(self, grace_s: float) -> None:
+        """Two waves: those who use the services first, then the services."""
+        self._wake_fd = None
+        for roles in (("worker", "trainer"), None):
+            for name in self._table.stop(roles, grace_s):
+                self._progress.say(f"{name} did not stop within {grace_s:g} s and was killed")
+        self._save_processes()
+
+    def _phase(self, name: str) -> None:
+        self._progress.set_phase(name)
+        self._event("run/phase", name)
+
+    def _event(self, name: str, message: str = "", **labels: Any) -> None:
+        self._store.append(MetricRecord(time.time(), "launcher", "event", name, None, None, labels, message or None))
+
+    def _save_processes(self) -> None:
+        write_json(self._run.processes_file, self._table.describe())
+
+
+def is_healthy(url: str) -> bool:
+    """Whether the URL answers 200 now."""
+    try:
+        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S) as answer:
+            return answer.status == 200
+    except OSError:  # refused, reset, timed out, or an HTTP error status
+        return False
+
+
+def wait_for_pid(pid: int, timeout_s: float) -> bool:
+    """Whether the process ends within the time; True at once when there is none."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
+    finally:
+        os.close(fd)

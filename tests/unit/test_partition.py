@@ -1,0 +1,125 @@
+"""Cost model and partition against brute force on small batches. Not covered: wall time of batches beyond a few
+thousand rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_dta.tree.cost import TREE_TOKENS, CostModel, RunCosts, flop_model
+from areal_dta.tree.order import RULES, order_children, subtree_tokens
+from areal_dta.tree.partition import METHODS, bin_cost, contiguous, partition
+from areal_dta.tree.trie import build_trie, sort_rows
+
+ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=0, max_size=9)
+MODELS = st.sampled_from([TREE_TOKENS, CostModel(3.0, 1.0), CostModel(0.7, 0.01), CostModel(0.0, 1.0)])
+
+
+def sort(rows):
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(r) for r in rows], out=offsets[1:])
+    return sort_rows(np.asarray([t for r in rows for t in r], np.int32), offsets)
+
+
+def naive_cost(rows, model):
+    depths = [len(p) for p in {tuple(r[: n + 1]) for r in rows for n in range(len(r))}]
+    return model.per_token * len(depths) + model.per_pair * sum(depths)
+
+
+@given(ROWS, MODELS)
+def test_run_and_subset_costs_equal_the_naive_trie(rows, model):
+    ordered, s = sorted(rows), sort(rows)
+    costs = RunCosts.of(s, model)
+    assert model.tree(s) == pytest.approx(naive_cost(rows, model))
+    for i, j in itertools.combinations(range(len(rows) + 1), 2):
+        assert costs.run(i, j) == pytest.approx(naive_cost(ordered[i:j], model))
+    subset = np.arange(0, len(rows), 2)
+    assert bin_cost(s, subset, model) == pytest.approx(naive_cost([ordered[i] for i in subset], model))
+
+
+@given(ROWS, st.integers(1, 5), MODELS)
+def test_contiguous_has_the_smallest_maximum_and_no_needless_empty_rank(rows, num_bins, model):
+    s = sort(rows)
+    costs = RunCosts.of(s, model)
+    bins = contiguous(s, num_bins, model)
+    assert len(bins) == num_bins
+    np.testing.assert_array_equal(np.concatenate([np.arange(0), *bins]), np.arange(len(rows)))
+    cuts = itertools.combinations_with_replacement(range(len(rows) + 1), num_bins - 1)
+    best = min(max(costs.run(i, j) for i, j in itertools.pairwise([0, *cut, len(rows)])) for cut in cuts)
+    assert max(bin_cost(s, b, model) for b in bins) == pytest.approx(best, rel=1e-12)
+    assert sum(len(b) == 0 for b in bins) == max(0, num_bins - len(rows))
+    duplicated = sum(bin_cost(s, b, TREE_TOKENS) for b in bins) - s.tree_tokens
+    assert duplicated <= (num_bins - 1) * max((len(r) for r in rows), default=0)
+
+
+@given(ROWS, st.integers(1, 5), MODELS, st.sampled_from(sorted(METHODS)))
+def test_every_method_gives_every_row_to_one_rank(rows, num_bins, model, method):
+    bins = partition(method, sort(rows), num_bins, model)
+    assert len(bins) == num_bins
+    assert sorted(np.concatenate([np.arange(0), *bins]).tolist()) == list(range(len(rows)))
+    assert all((np.diff(b) > 0).all() for b in bins)
+
+
+def test_eight_equal_rows_on_two_ranks_leave_none_empty():
+    bins = contiguous(sort([[1, 2, 3]] * 8), 2, TREE_TOKENS)
+    assert [len(b) for b in bins] == [4, 4] or min(len(b) for b in bins) > 0
+
+
+def test_many_rows_of_a_realistic_batch_are_balanced():
+    rng = np.random.default_rng(1)
+    rows = []
+    for _ in range(12):
+        chain = rng.integers(0, 500, 600).tolist()
+        rows += [chain[: int(n)] for n in np.sort(rng.integers(100, 600, 40))]
+    s, model = (
+        sort(rows),
+        flop_model(
+            hidden_size=192, num_layers=4, num_heads=6, num_kv_heads=2, head_dim=32, ffn_size=512, vocab_size=2048
+        ),
+    )
+    bins = contiguous(s, 4, model)
+    costs = [bin_cost(s, b, model) for b in bins]
+    assert max(costs) <= 1.35 * model.tree(s) / 4
+    assert max(costs) <= max(bin_cost(s, b, model) for b in partition("ffd_tokens", s, 4, model))
+
+
+def test_flops_of_a_known_model():
+    model = flop_model(hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, ffn_size=16, vocab_size=10)
+    weights = 2 * (8 * 8 + 8 * 4 * 2 + 8 * 8 + 3 * 8 * 16) + 8 * 10
+    assert model.per_token == 6 * weights
+    assert model.per_pair == 12 * 2 * 2 * 4
+
+
+def test_wrong_requests_are_refused():
+    with pytest.raises(ValueError, match="unknown partition 'best'; choose one of contiguous"):
+        partition("best", sort([[1]]), 1, TREE_TOKENS)
+    with pytest.raises(ValueError, match="over 0 ranks"):
+        partition("contiguous", sort([[1]]), 0, TREE_TOKENS)
+
+
+@given(ROWS, st.sampled_from(RULES))
+def test_child_orders_are_permutations_sorted_by_their_rule(rows, rule):
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(r) for r in rows], out=offsets[1:])
+    trie = build_trie(np.asarray([t for r in rows for t in r], np.int32), offsets)
+    children, weight = order_children(trie, rule), subtree_tokens(trie)
+    walk = children.walk()
+    assert sorted(walk) == list(range(trie.num_segments))
+    if rule == "lexicographic":
+        assert walk == list(range(trie.num_segments))
+    seen = set()
+    for g in walk:
+        parent = trie.segment_parent_G[g]
+        assert parent < 0 or parent in seen
+        seen.add(g)
+        weights = weight[children.of(g)]
+        if rule == "heavy_first":
+            assert (np.diff(weights) <= 0).all()
+        if rule == "heavy_last":
+            assert (np.diff(weights) >= 0).all()
+    assert weight[children.roots].sum() == trie.num_tokens
