@@ -18,12 +18,14 @@ import areal_dta.areal_env  # noqa: F401
 import numpy as np
 import torch
 import torch.distributed as dist
-from areal.api.cli_args import NormConfig, PPOActorConfig
+from areal.api.cli_args import NormConfig, OptimizerConfig, PPOActorConfig
 from areal.api.engine_api import TrainEngine
 from areal.trainer.ppo.actor import PPOActor
 from areal.utils.data import Normalization
 from omegaconf import OmegaConf
 
+from areal_dta.engine import OptimizerSettings
+from areal_dta.lr_schedule import LrSchedule
 from areal_dta.records import Shard
 
 __all__ = [
@@ -33,8 +35,10 @@ __all__ = [
     "actor_config",
     "batch_of_shard",
     "flat_of_padded",
+    "lr_schedule",
     "make_actor",
     "minibatches",
+    "optimizer_settings",
     "select_rows",
 ]
 
@@ -89,6 +93,30 @@ def actor_config(raw: Mapping[str, Any], section: str = "actor") -> PPOActorConf
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PPOActorConfig), OmegaConf.create(values)))
     assert isinstance(config, PPOActorConfig)
     return config
+
+
+def optimizer_settings(optimizer: OptimizerConfig) -> OptimizerSettings:
+    """The engine's optimizer record of AReaL's optimizer section."""
+    return OptimizerSettings(
+        type=optimizer.type,
+        lr=optimizer.lr,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        gradient_clipping=optimizer.gradient_clipping,
+    )
+
+
+def lr_schedule(optimizer: OptimizerConfig, total_steps: int) -> LrSchedule:
+    """The learning-rate schedule of AReaL's optimizer section over `total_steps` training steps."""
+    return LrSchedule(
+        lr=optimizer.lr,
+        total_steps=total_steps,
+        kind=optimizer.lr_scheduler_type,
+        warmup_share=optimizer.warmup_steps_proportion,
+        min_ratio=optimizer.min_lr_ratio,
+    )
 
 
 def batch_of_shard(shard: Shard, device: torch.device | str = "cpu") -> Batch:

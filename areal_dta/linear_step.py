@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,18 @@ import torch.distributed as dist
 
 from areal_dta.engine import DenseEngine, MegatronPolicy, Rows, RowValues, TreeEngine
 
-__all__ = ["Coefficients", "ForwardMemo", "LinearStep", "loss_coefficients", "pad_values", "rows_of_batch"]
+__all__ = [
+    "Coefficients",
+    "ForwardMemo",
+    "LinearStep",
+    "flat_mask",
+    "loss_coefficients",
+    "pad_values",
+    "rows_of_batch",
+]
+
+LossFn = Callable[..., torch.Tensor]
+WeightFn = Callable[[dict[str, Any]], torch.Tensor]
 
 
 def rows_of_batch(batch: dict[str, Any]) -> Rows:
@@ -45,6 +57,11 @@ def pad_values(values_T: torch.Tensor, attention_mask_SL: torch.Tensor) -> torch
     return out_SL
 
 
+def flat_mask(mask_SL: torch.Tensor, attention_mask_SL: torch.Tensor) -> np.ndarray:
+    """A padded mask as bool per token."""
+    return mask_SL.bool()[attention_mask_SL.bool()].cpu().numpy()
+
+
 class ForwardMemo:
     """Log-probs and entropies of the last forward pass, valid for one state of the weights (``generation``).
 
@@ -55,23 +72,32 @@ class ForwardMemo:
     def __init__(self) -> None:
         self._key: tuple[int, float] | None = None
         self._spans: dict[bytes, tuple[int, int]] = {}
+        self._has_T = np.zeros(0, bool)
         self._values: RowValues | None = None
 
-    def store(self, generation: int, temperature: float, rows: Rows, values: RowValues) -> None:
+    def store(
+        self, generation: int, temperature: float, rows: Rows, values: RowValues, need_T: np.ndarray | None = None
+    ) -> None:
         self._key = (generation, temperature)
+        self._has_T = np.ones(rows.num_tokens, bool) if need_T is None else need_T
         self._values = values
         self._spans = dict(zip(_row_digests(rows), _spans(rows), strict=True))
 
-    def fetch(self, generation: int, temperature: float, rows: Rows) -> RowValues | None:
-        """The values of ``rows`` if the stored pass had them all, with the same weights and temperature."""
+    def fetch(
+        self, generation: int, temperature: float, rows: Rows, need_T: np.ndarray | None = None
+    ) -> RowValues | None:
+        """The values of ``rows`` if the stored pass had them all (where needed), same weights and temperature."""
         if self._values is None or self._key != (generation, temperature):
             return None
         found = [self._spans.get(digest) for digest in _row_digests(rows)]
         spans = [span for span in found if span is not None]
         if len(spans) != len(found) or not spans:
             return None
-        index_T = torch.from_numpy(np.concatenate([np.arange(lo, hi) for lo, hi in spans]))
-        index_T = index_T.to(self._values.logprobs_T.device)
+        where_T = np.concatenate([np.arange(lo, hi) for lo, hi in spans])
+        has_T = self._has_T[where_T]
+        if not (has_T if need_T is None else has_T | ~need_T).all():
+            return None
+        index_T = torch.from_numpy(where_T).to(self._values.logprobs_T.device)
         entropy_T = self._values.entropy_T
         return RowValues(
             logprobs_T=self._values.logprobs_T[index_T], entropy_T=None if entropy_T is None else entropy_T[index_T]
@@ -89,19 +115,25 @@ class Coefficients:
     dlogp_T: torch.Tensor
     dentropy_T: torch.Tensor | None  # None: the loss does not depend on entropy
 
+    @property
+    def num_not_finite(self) -> int:
+        parts = (self.dlogp_T, self.dentropy_T)
+        return sum(int((~torch.isfinite(part)).sum()) for part in parts if part is not None)
+
 
 def loss_coefficients(
     values: RowValues,
     rows: Rows,
     packed: dict[str, Any],
-    loss_fn: Callable[..., torch.Tensor],
+    loss_fn: LossFn,
     scale: float,
+    need_T: np.ndarray | None = None,
 ) -> Coefficients:
     """Call ``loss_fn(logprobs_T, entropy_T, packed)`` once and differentiate ``scale * loss`` with respect to both.
 
     ``scale`` 0 (no loss token on this rank) still calls it, because the statistics it records are reduced over all
-    ranks. Positions whose coefficient is exactly 0 stay exactly 0. A row's last position gets none: it predicts the
-    next row's first token.
+    ranks. Positions whose coefficient is exactly 0 stay exactly 0. A row's last position gets none, nor does any
+    outside ``need_T``.
     """
     entropy_T = torch.zeros_like(values.logprobs_T) if values.entropy_T is None else values.entropy_T
     with torch.enable_grad():
@@ -111,11 +143,12 @@ def loss_coefficients(
         if scale == 0 or not loss.requires_grad:
             return Coefficients(float(loss.detach()), torch.zeros_like(logp_T), None)
         dlogp_T, dent_T = torch.autograd.grad(loss * scale, (logp_T, ent_T), allow_unused=True)
-    dlogp_T = torch.zeros_like(logp_T) if dlogp_T is None else dlogp_T
-    dlogp_T[torch.from_numpy(np.asarray(rows.offsets_S1[1:]) - 1).to(dlogp_T.device)] = 0
-    if dent_T is not None and not dent_T.any():
-        dent_T = None
-    return Coefficients(float(loss.detach()), dlogp_T, dent_T)
+    excluded_T = np.zeros(rows.num_tokens, bool) if need_T is None else ~need_T
+    excluded_T[rows.offsets_S1[1:] - 1] = True
+    exclude_T = torch.from_numpy(excluded_T).to(logp_T.device)
+    dlogp_T = torch.zeros_like(logp_T) if dlogp_T is None else dlogp_T.masked_fill(exclude_T, 0.0)
+    dent_T = None if dent_T is None else dent_T.masked_fill(exclude_T, 0.0)
+    return Coefficients(float(loss.detach()), dlogp_T, dent_T if dent_T is not None and dent_T.any() else None)
 
 
 class LinearStep:
@@ -136,48 +169,54 @@ class LinearStep:
         self._generation += 1
         self._memo.clear()
 
-    def forward(self, rows: Rows, remember: bool) -> RowValues:
-        """Log-probs, and with `remember` entropies too, kept for a `part1` of the same rows with the same weights."""
+    def forward(self, rows: Rows, remember: bool, need_T: np.ndarray | None = None) -> RowValues:
+        """Log-probs, and with `remember` entropies too, kept for a `part1` of the same rows with the same weights.
+
+        ``need_T`` (bool) limits the work to these positions; the others hold 0.
+        """
         remember = remember and self.reuse_forward
-        values = self.engine.forward(rows, temperature=self.temperature, want_entropy=remember)
+        values = self.engine.forward(rows, temperature=self.temperature, want_entropy=remember, need_T=need_T)
         if remember:
-            self._memo.store(self._generation, self.temperature, rows, values)
+            self._memo.store(self._generation, self.temperature, rows, values, need_T)
         return values
 
-    def part1(self, rows: Rows) -> RowValues:
-        """Log-probs and entropies of `rows` under the current weights."""
+    def part1(self, rows: Rows, need_T: np.ndarray | None = None) -> RowValues:
+        """Log-probs and entropies of `rows` under the current weights, at least where ``need_T`` asks for them."""
         if self.reuse_forward:
-            known = self._memo.fetch(self._generation, self.temperature, rows)
+            known = self._memo.fetch(self._generation, self.temperature, rows, need_T)
             if known is not None:
                 self.num_reused += 1
                 return known
-        return self.engine.forward(rows, temperature=self.temperature, want_entropy=True)
+        return self.engine.forward(rows, temperature=self.temperature, want_entropy=True, need_T=need_T)
 
     def accumulate(
         self,
         rows: Rows,
         packed: dict[str, Any],
-        loss_fn: Callable[..., torch.Tensor],
-        loss_weight_fn: Callable[[dict[str, Any]], torch.Tensor],
+        loss_fn: LossFn,
+        loss_weight_fn: WeightFn,
+        need_T: np.ndarray | None = None,
     ) -> float | None:
         """All three parts: gradients of the minibatch's loss, over all data-parallel ranks, replace the old ones.
 
         The loss (returned, the same on all ranks) is AReaL's: the ranks' means weighted by local over total weight.
-        None, and no gradients, when no rank has any weight. A rank without weight walks with zero coefficients.
+        None, and no gradients, when no rank has any weight; NaN, and no gradients, when a coefficient on any rank is
+        not finite. A rank without weight walks with zero coefficients. With ``need_T`` no other position counts,
+        whatever the loss function does there.
         """
         self.policy.zero_grad()
         local, total = self.weights(packed, loss_weight_fn)
         scale = local / total if total > 0 else 0.0
-        coefficients = loss_coefficients(self.part1(rows), rows, packed, loss_fn, scale)
+        coefficients = loss_coefficients(self.part1(rows, need_T), rows, packed, loss_fn, scale, need_T)
         self.last = (rows, coefficients)
         if total <= 0:
             return None
+        if self.sum_over_ranks(coefficients.num_not_finite) > 0:
+            return math.nan
         self.engine.backward(rows, coefficients.dlogp_T, coefficients.dentropy_T, temperature=self.temperature)
         return self.sum_over_ranks(coefficients.loss * scale if scale else 0.0)
 
-    def weights(
-        self, packed: dict[str, Any], loss_weight_fn: Callable[[dict[str, Any]], torch.Tensor]
-    ) -> tuple[float, float]:
+    def weights(self, packed: dict[str, Any], loss_weight_fn: WeightFn) -> tuple[float, float]:
         """(this rank's loss weight, that of all data-parallel ranks)."""
         local = float(loss_weight_fn(packed))
         return local, self.sum_over_ranks(local)

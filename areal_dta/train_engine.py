@@ -6,6 +6,7 @@ Legend of shape suffixes: S rows, L longest row, T tokens of all rows laid end t
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,18 +26,17 @@ from areal.api.io_struct import DeviceRuntimeInfo, FinetuneSpec, SaveLoadMeta, W
 from areal.utils import stats_tracker
 from areal.utils.data import concat_batch, pack_tensor_dict, split_batch
 
-from areal_dta.engine import MegatronPolicy, OptimizerSettings, ParallelSizes, init_process_group, make_engine
-from areal_dta.linear_step import LinearStep, pad_values, rows_of_batch
+from areal_dta.bridge import lr_schedule, optimizer_settings
+from areal_dta.engine import MegatronPolicy, ParallelSizes, init_process_group, make_engine
+from areal_dta.linear_step import LinearStep, LossFn, WeightFn, flat_mask, pad_values, rows_of_batch
 from areal_dta.lr_schedule import LrSchedule
 from areal_dta.publish import PublishError, finish_version, publish_until
 
 __all__ = ["DtaTrainEngine", "EngineSettings"]
 
-LossFn = Callable[..., torch.Tensor]
-WeightFn = Callable[[dict[str, Any]], torch.Tensor]
 FED_BY_BATCHER = (
-    "the batcher feeds this engine through areal_dta.trainer: start the run with `areal-dta run`, or collect episodes with "
-    "AReaL's inference engine and pass the batch to compute_logp and ppo_update"
+    "the batcher feeds this engine through areal_dta.trainer: start the run with `areal-dta run`, or collect episodes "
+    "with AReaL's inference engine and pass the batch to compute_logp and ppo_update"
 )
 BatchInput = list[dict[str, Any]] | dict[str, Any]
 
@@ -53,6 +53,7 @@ class EngineSettings:
     timeout_s: float = 600.0  # of every collective
     seed: int = 1
     reuse_forward: bool = True  # part 1 of the first minibatch from the proximal log-probs of the same weights
+    loss_positions_only: bool = False  # project hidden states where PPOActor's loss masks ask for it; 0 elsewhere
     run_epoch: int = 0  # of published weight versions
     router: str | None = None
     api_key: str | None = None
@@ -114,21 +115,14 @@ class DtaTrainEngine(TrainEngine):
         policy = MegatronPolicy(
             self.config.path,
             sizes=self._sizes,
-            optimizer=None if optimizer is None else _optimizer_settings(self.config),
+            optimizer=None if optimizer is None else optimizer_settings(optimizer),
             dtype=self.config.dtype,
             seed=self.settings.seed,
         )
-        self._step = LinearStep(
-            policy, make_engine(self.settings.mode, policy), self.config.temperature, self.settings.reuse_forward
-        )
+        engine = make_engine(self.settings.mode, policy)
+        self._step = LinearStep(policy, engine, self.config.temperature, self.settings.reuse_forward)
         if optimizer is not None and ft_spec is not None:
-            self._schedule = LrSchedule(
-                lr=optimizer.lr,
-                total_steps=ft_spec.total_train_steps,
-                kind=optimizer.lr_scheduler_type,
-                warmup_share=optimizer.warmup_steps_proportion,
-                min_ratio=optimizer.min_lr_ratio,
-            )
+            self._schedule = lr_schedule(optimizer, ft_spec.total_train_steps)
 
     def destroy(self) -> None:
         """Release the model; leave the process group if this engine created it."""
@@ -243,7 +237,11 @@ class DtaTrainEngine(TrainEngine):
         rows = rows_of_batch(batch)
         if meta is None and output_seqlens not in (None, np.diff(rows.offsets_S1).tolist()):
             raise ValueError(f"output_seqlens={output_seqlens} differ from the batch's own lengths; leave them out")
-        values = self.step.forward(rows, remember=self.config.optimizer is not None)
+        need_T = None
+        if self.settings.loss_positions_only and "loss_mask" in batch:  # aligned with the token, or already rolled
+            mask_SL = batch["loss_mask"].bool()
+            need_T = flat_mask(mask_SL | mask_SL.roll(-1, -1), batch["attention_mask"])
+        values = self.step.forward(rows, remember=self.config.optimizer is not None, need_T=need_T)
         padded_SL = pad_values(values.logprobs_T, batch["attention_mask"]).to(batch["input_ids"].device)
         return padded_SL if meta is None else split_batch(padded_SL, meta)
 
@@ -255,9 +253,11 @@ class DtaTrainEngine(TrainEngine):
         made (``update_successful`` 0).
         """
         batch, _ = _as_batch(input_)
-        loss = self.step.accumulate(rows_of_batch(batch), pack_tensor_dict(batch), loss_fn, loss_weight_fn)
-        if loss is None:
-            return {"update_successful": 0.0, "grad_norm": 0.0, "lr": self.lr, "loss": 0.0}
+        need_T = self._loss_positions(batch)
+        loss = self.step.accumulate(rows_of_batch(batch), pack_tensor_dict(batch), loss_fn, loss_weight_fn, need_T)
+        if loss is None or not math.isfinite(loss):
+            norm = 0.0 if loss is None else math.nan
+            return {"update_successful": 0.0, "grad_norm": norm, "lr": self.lr, "loss": norm}
         return {**self.optimizer_step(), "loss": loss}
 
     @torch.no_grad()
@@ -266,12 +266,18 @@ class DtaTrainEngine(TrainEngine):
         batch, _ = _as_batch(input_)
         packed = pack_tensor_dict(batch)
         local, total = self.step.weights(packed, loss_weight_fn)
-        values = self.step.part1(rows_of_batch(batch))
+        values = self.step.part1(rows_of_batch(batch), self._loss_positions(batch))
         entropy_T = torch.zeros_like(values.logprobs_T) if values.entropy_T is None else values.entropy_T
         loss = loss_fn(values.logprobs_T.float(), entropy_T.float(), packed)
         if total <= 0:
             return None
         return torch.tensor(self.step.sum_over_ranks(float(loss) * local / total if local else 0.0))
+
+    def _loss_positions(self, batch: dict[str, Any]) -> np.ndarray | None:
+        """Where the (rolled) loss mask is set, if only these positions are to be computed."""
+        if not self.settings.loss_positions_only:
+            return None
+        return flat_mask(batch["loss_mask"], batch["attention_mask"])
 
     def forward_backward_batch(
         self,
@@ -281,7 +287,7 @@ class DtaTrainEngine(TrainEngine):
     ) -> NoReturn:
         """Refused: the callback wants the full logits of a micro-batch, which a tree walk never holds."""
         raise RuntimeError(
-            "forward_backward_batch hands out full logits, which the tree engine does not materialise; use train_batch, "
+            "forward_backward_batch hands out full logits, which the tree engine does not hold; use train_batch, "
             "eval_batch or forward_batch, whose loss functions get log-probs and entropies of every row"
         )
 
@@ -293,28 +299,24 @@ class DtaTrainEngine(TrainEngine):
 
     def save(self, meta: SaveLoadMeta) -> None:
         """``hf``: a safetensors folder; ``dcp`` and the optimizer: a Megatron checkpoint. All ranks call it."""
-        if meta.weight_format == "hf":
+        if _is_hf(meta):
             self.policy.save_hf(meta.path)
             if meta.tokenizer is not None and dist.get_rank() == 0:
                 meta.tokenizer.save_pretrained(meta.path)
             if meta.with_optim:
                 self.policy.save_checkpoint(str(Path(meta.path) / "optimizer"), model=False, optimizer=True)
-        elif meta.weight_format == "dcp":
-            self.policy.save_checkpoint(meta.path, model=True, optimizer=meta.with_optim)
         else:
-            raise ValueError(f"weight_format={meta.weight_format!r} is neither 'hf' nor 'dcp'")
+            self.policy.save_checkpoint(meta.path, model=True, optimizer=meta.with_optim)
         dist.barrier(group=self.cpu_group)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Inverse of `save`, for any data-parallel size."""
-        if meta.weight_format == "hf":
+        if _is_hf(meta):
             self.policy.load_hf(meta.path)
             if meta.with_optim:
                 self.policy.load_checkpoint(str(Path(meta.path) / "optimizer"), model=False, optimizer=True)
-        elif meta.weight_format == "dcp":
-            self.policy.load_checkpoint(meta.path, model=True, optimizer=meta.with_optim)
         else:
-            raise ValueError(f"weight_format={meta.weight_format!r} is neither 'hf' nor 'dcp'")
+            self.policy.load_checkpoint(meta.path, model=True, optimizer=meta.with_optim)
         self.step.weights_changed()
         dist.barrier(group=self.cpu_group)
 
@@ -338,25 +340,19 @@ class DtaTrainEngine(TrainEngine):
         router = self.settings.router
         if router is None:
             raise RuntimeError("no router to publish to; set EngineSettings.router or call connect_engine first")
-        number = self._version if meta.version is None else meta.version
-        digest = self.save_version(Path(meta.path), f"{self.settings.run_epoch}:{number}")
-        error: Exception | None = None
+        version = f"{self.settings.run_epoch}:{self._version if meta.version is None else meta.version}"
+        digest = self.save_version(Path(meta.path), version)
+        error: PublishError | None = None
         if dist.get_rank() == 0:
+            timeout_s, key = self.settings.publish_timeout_s, self.settings.api_key
             try:
-                publish_until(
-                    router,
-                    str(Path(meta.path).resolve()),
-                    f"{self.settings.run_epoch}:{number}",
-                    digest,
-                    timeout_s=self.settings.publish_timeout_s,
-                    api_key=self.settings.api_key,
-                )
+                publish_until(router, str(Path(meta.path).resolve()), version, digest, timeout_s=timeout_s, api_key=key)
             except PublishError as failure:
                 error = failure
         failed = torch.tensor(int(error is not None))
         dist.all_reduce(failed, group=self.cpu_group)
         if failed:
-            raise PublishError(f"version {number} is not served: {error or 'rank 0 has the cause'}") from error
+            raise PublishError(f"version {version} is not served: {error or 'rank 0 has the cause'}") from error
 
     def save_version(self, path: Path, weight_version: str) -> str:
         """Write HF weights and ``version.json`` to `path`, whole or not at all; returns the digest on rank 0."""
@@ -386,19 +382,11 @@ class DtaTrainEngine(TrainEngine):
         return DeviceRuntimeInfo.get_current()
 
 
+def _is_hf(meta: SaveLoadMeta) -> bool:
+    if meta.weight_format not in ("hf", "dcp"):
+        raise ValueError(f"weight_format={meta.weight_format!r} is neither 'hf' nor 'dcp'")
+    return meta.weight_format == "hf"
+
+
 def _as_batch(input_: BatchInput) -> tuple[dict[str, Any], Any]:
     return concat_batch(input_) if isinstance(input_, list) else (input_, None)
-
-
-def _optimizer_settings(config: TrainEngineConfig) -> OptimizerSettings:
-    o = config.optimizer
-    assert o is not None
-    return OptimizerSettings(
-        type=o.type,
-        lr=o.lr,
-        beta1=o.beta1,
-        beta2=o.beta2,
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        gradient_clipping=o.gradient_clipping,
-    )

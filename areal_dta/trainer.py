@@ -74,6 +74,7 @@ class Trainer:
             master_port=plan.trainer_master_port,
             timeout_s=self.timeout_s + COLLECTIVE_MARGIN_S,
             seed=self.config.seed,
+            loss_positions_only=True,
             run_epoch=plan.epoch,
             router=plan.router,
             api_key=plan.api_key,

@@ -8,23 +8,134 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from areal_dta.config import ConfigError
+from launcher.rundir import RunError
+
 __all__ = ["main"]
 
-EXIT_USAGE = 2
+EXIT_WRONG_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped."""
-    from areal_dta.config_errors import ConfigError
-
     args = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)
-    except (ConfigError, _run_error()) as error:
+    except (ConfigError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         if getattr(args, "json", False):
             print(json.dumps({"status": "failed", "cause": str(error)}), flush=True)
-        return EXIT_USAGE
-    except BrokenPipeError:
+        return EXIT_WRONG_INPUT
+    except BrokenPipeError:  # the reader of our output is gone, e.g. `| head`
         return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal-dta", description="Reinforcement learning on multi-turn LLM agents: AReaL with prefix-tree training."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    run = _command(commands, "run", _run, "train from a configuration file")
+    run.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; AReaL's files load too")
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the file's")
+    run.add_argument("--dry-run", action="store_true", help="show processes, placement, ports and values; start nothing")
+    run.add_argument("--run-dir", type=Path, help="folder of the run (default: fileroot/experiment/trial)")
+    _output_options(run)
+
+    resume = _command(commands, "resume", _resume, "continue a failed or stopped run from its last checkpoint")
+    _run_argument(resume)
+    _output_options(resume)
+
+    status = _command(commands, "status", _status, "state, processes and latest metrics of a run")
+    _run_argument(status)
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+
+    stop = _command(commands, "stop", _stop, "stop a run and wait until everything has ended")
+    _run_argument(stop)
+
+    report = _command(commands, "report", _report, "write one self-contained HTML file about a run")
+    _run_argument(report)
+    report.add_argument("--out", type=Path, help="file to write (default: RUN/report.html)")
+
+    dashboard = _command(commands, "dashboard", _dashboard, "serve a live page about a run")
+    _run_argument(dashboard)
+    dashboard.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    dashboard.add_argument("--port", type=int, default=8787, help="port to bind (default: %(default)s)")
+
+    _command(commands, "doctor", _doctor, "check this machine and its packages")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    function: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+
+
+def _output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="end with one JSON line on stdout; all else goes to stderr")
+    parser.add_argument("--no-progress", action="store_true", help="no line that is updated in place")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from launcher.commands import run
+
+    return run(args.config, args.overrides, args.dry_run, args.json, args.run_dir, not args.no_progress)
+
+
+def _resume(args: argparse.Namespace) -> int:
+    from launcher.commands import resume
+
+    return resume(args.run, args.json, not args.no_progress)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from launcher.commands import status
+
+    return status(args.run, args.json)
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from launcher.commands import stop
+
+    return stop(args.run)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from launcher.report import write_report
+    from launcher.rundir import RunDir
+
+    run = RunDir(args.run).require()
+    out = args.out or run.path / "report.html"
+    write_report(run.path, out)
+    print(f"wrote {out}")
+    return 0
+
+
+def _dashboard(args: argparse.Namespace) -> int:
+    from launcher.dashboard import serve
+    from launcher.rundir import RunDir
+
+    serve(RunDir(args.run).require().path, args.host, args.port)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from launcher.doctor import diagnose
+
+    return diagnose(sys.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

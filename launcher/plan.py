@@ -13,8 +13,27 @@ from areal_dta.records import LaunchPlan
 from areal_dta.rollout.sglang import build_command
 from launcher import ports
 
-__all__ = ["Placement", "Ports", "ProcessSpec", "choose_ports", "launch_plan", "process_table", "worker_env"]
+__all__ = [
+    "QUIET_ENV",
+    "Placement",
+    "Ports",
+    "ProcessSpec",
+    "choose_ports",
+    "describe",
+    "launch_plan",
+    "planned_ports",
+    "process_table",
+    "worker_env",
+]
 
+QUIET_ENV = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "WANDB_MODE": "disabled",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
 Role = Literal["server", "router", "worker", "batcher", "trainer"]
 
 
@@ -138,16 +157,7 @@ def _spec(
 def worker_env(config: Config) -> dict[str, str]:
     """Environment of every process of a run: no network look-ups, and no more threads than asked for."""
     threads = str(config.runtime.threads_per_process)
-    return {
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "WANDB_MODE": "disabled",
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "PYTHONUNBUFFERED": "1",
-    }
+    return {**QUIET_ENV, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 def describe(spec: ProcessSpec) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class Scheduler:
         self.runner.weights = weights
         self.version = version
 
+    @torch.inference_mode()
     def step(self) -> int:
         """Run one forward pass over whatever can run; returns the number of tokens sampled. No work: 0."""
         work = self._plan_step()
@@ -207,13 +208,12 @@ class Scheduler:
     def _computed_soon(self, seq: Sequence, num_matched: int) -> bool:
         """Whether a running prefill will compute the next page ``seq`` needs: then waiting is cheaper than repeating it."""
         size = self.limits.page_size
-        lo, hi = num_matched * size, (num_matched + 1) * size
+        hi = (num_matched + 1) * size
         if hi > seq.max_prefix_hit:
             return False
         return any(
             other.scheduled_end < hi <= len(other.tokens) and other.tokens[:hi] == seq.tokens[:hi]
             for other in self.running
-            if other.num_computed <= lo
         )
 
     def _retract(self, seq: Sequence) -> None:

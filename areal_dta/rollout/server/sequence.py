@@ -43,7 +43,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class FinishReason:
-    """``kind``: stop (with what matched), length or abort (with why)."""
+    """``kind``: stop (with what matched), length, abort (with why), or error: the server failed, not the request."""
 
     kind: str
     matched: int | str | None = None
@@ -148,6 +148,10 @@ class Sequence:
     def finish(self, reason: FinishReason, weight_version: str) -> None:
         """Hand the answer to whoever waits for it."""
         self.on_done(self, self._completion(reason, weight_version))
+
+    def fail(self, message: str, weight_version: str) -> None:
+        """Answer that the server broke; the request may be sent again elsewhere."""
+        self.on_done(self, self._completion(FinishReason("error", message=message), weight_version))
 
     def _completion(self, reason: FinishReason, weight_version: str) -> Completion:
         start = self.request.logprob_start
