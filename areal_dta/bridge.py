@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from areal.api.cli_args import NormConfig, OptimizerConfig, PPOActorConfig
 from areal.api.engine_api import TrainEngine
+from areal.api.io_struct import FinetuneSpec
 from areal.trainer.ppo.actor import PPOActor
 from areal.utils.data import Normalization
 from omegaconf import OmegaConf
@@ -34,6 +35,7 @@ __all__ = [
     "DataParallelNormalization",
     "actor_config",
     "batch_of_shard",
+    "finetune_spec",
     "flat_of_padded",
     "lr_schedule",
     "make_actor",
@@ -117,6 +119,11 @@ def lr_schedule(optimizer: OptimizerConfig, total_steps: int) -> LrSchedule:
         warmup_share=optimizer.warmup_steps_proportion,
         min_ratio=optimizer.min_lr_ratio,
     )
+
+
+def finetune_spec(total_steps: int) -> FinetuneSpec:
+    """AReaL's way to tell an engine the length of training."""
+    return FinetuneSpec(total_train_epochs=1, dataset_size=total_steps, train_batch_size=1)
 
 
 def batch_of_shard(shard: Shard, device: torch.device | str = "cpu") -> Batch:

@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 import zmq
-import zmq.asyncio
+from zmq.asyncio import Context as AsyncContext
+from zmq.asyncio import Socket as AsyncSocket
 
 from areal_dta.wire import MAX_FRAME_BYTES, ChannelError, decode, decode_header, encode
 
@@ -132,7 +133,7 @@ class _Ids:
         return f"{self._prefix}{next(self._count)}"
 
 
-def _connect(socket: zmq.Socket | zmq.asyncio.Socket, address: str) -> None:
+def _connect(socket: zmq.Socket[bytes] | AsyncSocket, address: str) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IMMEDIATE, 1)  # queue only to a live connection, so a dead server is noticed, not written to
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -163,7 +164,7 @@ class RpcClient:
 
     def __init__(self, address: str, name: str, connect_timeout_s: float | None = None) -> None:
         self.address, self._ids = address, _Ids(name)
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         _connect(self._socket, address)
         if connect_timeout_s is not None:
             self.call(_PING, timeout_s=connect_timeout_s)
@@ -214,7 +215,7 @@ class AsyncRpcClient:
 
     def __init__(self, address: str, name: str) -> None:
         self.address, self._ids = address, _Ids(name)
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket = AsyncContext.instance().socket(zmq.DEALER)
         _connect(self._socket, address)
         self._waiting: dict[str, asyncio.Future[Reply]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -300,12 +301,12 @@ class RpcServer:
         self._cache = _ReplyCache(cache_bytes, cache_entries)
         self._in_flight: dict[str, bytes] = {}  # request id -> routing id that last asked
         self._tasks: set[asyncio.Task[None]] = set()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: AsyncSocket | None = None
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Bind and serve; raises OSError when the address is taken or is no address."""
-        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        socket = AsyncContext.instance().socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         try:
@@ -329,7 +330,7 @@ class RpcServer:
             self._socket.close()
             self._socket = None
 
-    async def _serve(self, socket: zmq.asyncio.Socket) -> None:
+    async def _serve(self, socket: AsyncSocket) -> None:
         while True:
             peer, *frames = await socket.recv_multipart()
             try:

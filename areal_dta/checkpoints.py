@@ -14,9 +14,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["CheckpointError", "CheckpointSchedule", "CheckpointStore", "TrainerState"]
+__all__ = ["STATE", "CheckpointError", "CheckpointSchedule", "CheckpointStore", "TrainerState"]
 
 KEEP = 2
+STATE = "state"  # the distributed checkpoint inside a folder
 
 
 class CheckpointError(RuntimeError):
@@ -46,7 +47,7 @@ class CheckpointStore:
         return self.root / f"step_{step:06d}.partial"
 
     def prepare(self, step: int) -> None:
-        """Make an empty staging folder, whatever an earlier crash left there."""
+        """Make an empty staging folder, whatever an earlier crash left there; all ranks then write `STATE` into it."""
         shutil.rmtree(self.staging(step), ignore_errors=True)
         self.staging(step).mkdir(parents=True)
 

@@ -1,7 +1,7 @@
 """Load, check and resolve a configuration file without importing AReaL or torch.
 
 A file is AReaL's PPO/GRPO YAML (every key of AReaL 1.0.4 is accepted) plus our sections. The order of work: YAML and
-``key=value`` overrides, interpolation, older spellings, derived values, the key table, records, rules over several keys.
+``key=value`` overrides, interpolation, older spellings, derived values, the key table, records, rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Allocation", "Config", "ConfigError", "load_config", "load_run_confi
 
 @dataclass(frozen=True, kw_only=True)
 class Config(PPOConfig):
-    """A checked configuration. ``raw`` is the resolved mapping: every key of the records, and AReaL's others where given.
+    """A checked configuration. ``raw`` is the resolved mapping: all keys of the records, AReaL's others where given.
 
     ``notices`` says what was rewritten while loading; two configs are equal when their resolved values are.
     """
@@ -83,12 +83,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config file {path} does not exist; give the path of a YAML file")
     try:
         loaded = OmegaConf.load(path)
+        if not OmegaConf.is_dict(loaded):
+            raise ConfigError(f"{path} must hold a mapping of keys, not {type(loaded).__name__}")
         merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist([_override(o) for o in overrides]))
         given = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys, not {type(given).__name__}")
+    assert isinstance(given, dict)
     return make_config({str(k): v for k, v in given.items()})
 
 

@@ -1,7 +1,7 @@
 """The keys the project itself uses, as frozen records. Names, nesting and meaning are AReaL's where AReaL has the key.
 
 A class named like one of AReaL's extends that section of `areal_keys.json`: a field without a default takes the default
-from the table, a field with one sets ours. AReaL keys that are not listed here are checked and passed through (`Config.raw`).
+from the table, a field with one sets ours. AReaL keys not listed here are checked and passed through (`Config.raw`).
 Only `areal_dta.config` builds these records.
 """
 

@@ -58,7 +58,7 @@ def parse_allocation(spec: str, key: str) -> Allocation:
 
 
 def split_allocation_mode(mode: str) -> tuple[str | None, str | None]:
-    """(rollout.backend, actor.backend) of an ``allocation_mode`` such as ``sglang:d6+d2``; None where it has no such part.
+    """(rollout.backend, actor.backend) of an ``allocation_mode`` such as ``sglang:d6+d2``; None where a part is absent.
 
     Dots instead of colons (older files) and names in brackets are accepted; colocation (``|``) is not.
     """

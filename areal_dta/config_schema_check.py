@@ -1,7 +1,7 @@
 """Check a nested mapping against the key tables, fill in defaults and build the records of `config_schema`.
 
-A type is spelled as in `areal_keys.json`: ``int float bool str dict``, ``list[T]``, ``@Section``, each with ``?`` when it may be null.
-Everything here is pure: no file but the key table is read, nothing is mutated.
+A type is spelled as in `areal_keys.json`: ``int float bool str dict``, ``list[T]``, ``@Section``, each with ``?`` when
+it may be null. Everything here is pure: no file but the key table is read, nothing is mutated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section: spelled type, default (`???`: mandatory), allowed values, and whether a record carries it."""
+    """One key of a section: spelled type, default (`???`: mandatory), allowed values, whether a record carries it."""
 
     spelled: str
     default: Any
@@ -97,7 +97,7 @@ def _spell(hint: Any) -> tuple[str, tuple[Any, ...]]:
         return f"list[{_spell(args[0])[0]}]", ()
     if origin is dict:
         return "dict", ()
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return "@" + hint.__name__, ()
     return hint.__name__, ()
 
@@ -168,7 +168,14 @@ def _scalar(value: Any, spelled: str, where: str) -> Any:
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
-    names = {bool: "true/false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a section"}
+    names = {
+        bool: "true/false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a section",
+    }
     return names.get(type(value), type(value).__name__)
 
 

@@ -99,7 +99,7 @@ def _move_up(raw: dict[str, Any], key: str, notices: list[str]) -> None:
 
 
 def _tree_switch(raw: dict[str, Any], notices: list[str]) -> None:
-    """`enable_tree_training` (AReaL: under actor; also accepted at the top) decides where `tree_training_mode` is silent."""
+    """`enable_tree_training` (AReaL: under actor; or at the top) decides where `tree_training_mode` is not set."""
     actor = raw.get("actor")
     given = [(raw, "enable_tree_training")]
     if isinstance(actor, dict):
@@ -112,5 +112,7 @@ def _tree_switch(raw: dict[str, Any], notices: list[str]) -> None:
             raise ConfigError(f"{where}={switch!r} must be true or false")
         mode = raw.setdefault("tree_training_mode", "dta" if switch else "disabled")
         if switch != (mode != "disabled"):
-            raise ConfigError(f"{where}={str(switch).lower()} contradicts tree_training_mode={mode}; remove one of them")
+            raise ConfigError(
+                f"{where}={str(switch).lower()} contradicts tree_training_mode={mode}; remove one of them"
+            )
         notices.append(f"{where}={str(switch).lower()} selects tree_training_mode={mode}")

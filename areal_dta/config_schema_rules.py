@@ -189,8 +189,12 @@ def _check_train(config: PPOConfig) -> None:
     groups, episodes = config.train_dataset.batch_size, config.train_dataset.batch_size * config.gconfig.n_samples
     if episodes < alloc.dp:
         raise ConfigError(
-            f"{where}: {alloc.dp} data-parallel ranks for {episodes} episodes a step (train_dataset.batch_size={groups} x "
-            f"gconfig.n_samples={config.gconfig.n_samples}); raise train_dataset.batch_size or lower d{alloc.dp}"
+            f"{where}: {alloc.dp} data-parallel ranks for {episodes} episodes (train_dataset.batch_size={groups} "
+            f"x gconfig.n_samples={config.gconfig.n_samples}); raise train_dataset.batch_size or lower d{alloc.dp}"
+        )
+    if config.batcher.intake_limit < episodes:
+        raise ConfigError(
+            f"batcher.intake_limit={config.batcher.intake_limit} cannot hold a step of {episodes} episodes; raise it"
         )
     if config.actor.ppo_n_minibatches > groups:
         raise ConfigError(
@@ -227,7 +231,9 @@ def _check_embedded(config: PPOConfig, alloc: Allocation, where: str) -> None:
         raise ConfigError(f"{where}: the embedded server is one process; use embedded:d{alloc.dp}")
     ports = config.embedded.ports
     if ports and len(ports) != alloc.dp:
-        raise ConfigError(f"embedded.ports={list(ports)} must list one port for each of {alloc.dp} servers, or be empty")
+        raise ConfigError(
+            f"embedded.ports={list(ports)} must list one port for each of {alloc.dp} servers, or be empty"
+        )
     named = [("embedded.ports", p) for p in ports]
     named += [("batcher.port", config.batcher.port), ("runtime.router_port", config.runtime.router_port)]
     seen: dict[int, str] = {}

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from areal_dta.engine import DenseEngine, MegatronPolicy, Rows, RowValues, TreeEngine
+from areal_dta.engine import Engine, GradientSync, MegatronPolicy, Rows, RowValues
 
 __all__ = [
     "Coefficients",
@@ -154,12 +155,12 @@ def loss_coefficients(
 class LinearStep:
     """The three parts on one rank. With ``reuse_forward`` part 1 may be a look-up in the forward pass just done."""
 
-    def __init__(
-        self, policy: MegatronPolicy, engine: TreeEngine | DenseEngine, temperature: float, reuse_forward: bool
-    ) -> None:
+    def __init__(self, policy: MegatronPolicy, engine: Engine, temperature: float, reuse_forward: bool) -> None:
         self.policy, self.engine = policy, engine
         self.temperature, self.reuse_forward = temperature, reuse_forward
+        self.gradient_sync: GradientSync = "sharded"
         self.num_reused = 0  # parts 1 that were a look-up
+        self._rows: Rows | None = None
         self.last: tuple[Rows, Coefficients] | None = None  # of the last `accumulate`, for replays and tests
         self._generation = 0  # counts changes of the weights
         self._memo = ForwardMemo()
@@ -168,6 +169,14 @@ class LinearStep:
         """Forget values of older weights; to be called after every step and load."""
         self._generation += 1
         self._memo.clear()
+
+    def rows_of(self, batch: dict[str, Any]) -> Rows:
+        """`rows_of_batch`; equal rows get the last object again, so that the engine keeps its tree of them."""
+        rows, last = rows_of_batch(batch), self._rows
+        if last is not None and all(map(np.array_equal, (last.offsets_S1, last.ids_T), (rows.offsets_S1, rows.ids_T))):
+            return last
+        self._rows = rows
+        return rows
 
     def forward(self, rows: Rows, remember: bool, need_T: np.ndarray | None = None) -> RowValues:
         """Log-probs, and with `remember` entropies too, kept for a `part1` of the same rows with the same weights.
@@ -213,7 +222,13 @@ class LinearStep:
             return None
         if self.sum_over_ranks(coefficients.num_not_finite) > 0:
             return math.nan
-        self.engine.backward(rows, coefficients.dlogp_T, coefficients.dentropy_T, temperature=self.temperature)
+        self.engine.backward(
+            rows,
+            coefficients.dlogp_T,
+            coefficients.dentropy_T,
+            temperature=self.temperature,
+            sync=self.gradient_sync,
+        )
         return self.sum_over_ranks(coefficients.loss * scale if scale else 0.0)
 
     def weights(self, packed: dict[str, Any], loss_weight_fn: WeightFn) -> tuple[float, float]:
@@ -224,7 +239,7 @@ class LinearStep:
     def sum_over_ranks(self, value: float) -> float:
         """Sum over data-parallel ranks, in fp64 where the device has it."""
         total = torch.tensor(value, dtype=torch.float64, device=self.policy.device)
-        dist.all_reduce(total, group=self.policy.dp_group)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return float(total)
 
 

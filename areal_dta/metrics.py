@@ -12,6 +12,7 @@ import json
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,14 +123,17 @@ class Publisher:
         self._lock = threading.Lock()
         self._dropped = 0
         self._reported = 0
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = self._context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, int(EXIT_LINGER_S * 1000))
-        self._socket.setsockopt(zmq.SNDHWM, QUEUE_RECORDS)
+        context = zmq.Context()
+        socket = context.socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] | None = socket
+        # Also when the owner forgets `close`, and in this order: a context collected before its socket waits for ever.
+        self._shut = weakref.finalize(self, _shut, socket, context)
+        socket.setsockopt(zmq.LINGER, int(EXIT_LINGER_S * 1000))
+        socket.setsockopt(zmq.SNDHWM, QUEUE_RECORDS)
         try:
-            self._socket.connect(address)
+            socket.connect(address)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._shut()
             raise MetricError(f"cannot publish metrics to {address!r}: {error}; expected tcp://HOST:PORT") from error
 
     @property
@@ -164,8 +168,7 @@ class Publisher:
                 return
             self._report_drops(socket)
             socket.setsockopt(zmq.LINGER, max(0, int(timeout_s * 1000)))
-            socket.close()
-        self._context.term()
+        self._shut()
 
     def _publish(
         self,
@@ -221,6 +224,12 @@ def init(process_name: str, address: str | None) -> Publisher:
     return NullPublisher(process_name) if address is None else Publisher(process_name, address)
 
 
+def _shut(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Flush and release; bounded by the socket's linger."""
+    socket.close()
+    context.term()
+
+
 def _try_send(socket: zmq.Socket[bytes], record: MetricRecord) -> bool:
     try:
         socket.send(msgpack.packb(record.to_wire()), zmq.NOBLOCK)
@@ -241,7 +250,8 @@ class MetricsTail:
     """Reads a growing ``metrics.jsonl`` piece by piece.
 
     A line counts once its newline is there, so a half-written last line is read on a later call. A complete line
-    that is no record (a writer was killed inside it) is skipped and counted in ``bad_lines``. A file that shrank is read anew.
+    that is no record (a writer was killed inside it) is skipped and counted in ``bad_lines``. A file that shrank is
+    read anew.
     """
 
     def __init__(self, path: Path) -> None:

@@ -73,7 +73,7 @@ def publish_version(
 def publish_until(
     router: str, model_path: str, weight_version: str, digest: str, *, timeout_s: float, api_key: str | None = None
 ) -> Published:
-    """`publish_version`, repeated while router or servers are away (they may be restarting), at most ``timeout_s`` in all."""
+    """`publish_version`, repeated while router or servers are away (restarting), at most ``timeout_s`` in all."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -92,16 +92,8 @@ def publish_until(
             time.sleep(RETRY_S)
 
 
-def finish_version(staging: Path, folder: Path, weight_version: str, template: Path | None = None) -> str:
-    """Turn the complete weight files in `staging` into version folder `folder` by one rename; returns the digest.
-
-    Files of `template` that `staging` lacks and that are not weights (tokenizer, configuration) are copied along.
-    """
-    if template is not None and template.is_dir():
-        for path in template.iterdir():
-            weights = path.suffix in (".safetensors", ".bin", ".pt") or path.name.endswith(".index.json")
-            if path.is_file() and not weights and path.name != "version.json" and not (staging / path.name).exists():
-                shutil.copy2(path, staging / path.name)
+def finish_version(staging: Path, folder: Path, weight_version: str) -> str:
+    """Turn the complete weight files in `staging` into version folder `folder` by one rename; returns the digest."""
     manifest = seal_version(staging, weight_version)
     if folder.exists():
         shutil.rmtree(folder)

@@ -25,10 +25,11 @@ from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import DeviceRuntimeInfo, FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal.utils import stats_tracker
 from areal.utils.data import concat_batch, pack_tensor_dict, split_batch
+from megatron.core import parallel_state
 
 from areal_dta.bridge import lr_schedule, optimizer_settings
-from areal_dta.engine import MegatronPolicy, ParallelSizes, init_process_group, make_engine
-from areal_dta.linear_step import LinearStep, LossFn, WeightFn, flat_mask, pad_values, rows_of_batch
+from areal_dta.engine import MegatronPolicy, ParallelSizes, PlanSettings, init_process_group, make_engine
+from areal_dta.linear_step import LinearStep, LossFn, WeightFn, flat_mask, pad_values
 from areal_dta.lr_schedule import LrSchedule
 from areal_dta.publish import PublishError, finish_version, publish_until
 
@@ -45,7 +46,8 @@ BatchInput = list[dict[str, Any]] | dict[str, Any]
 class EngineSettings:
     """What AReaL's engine config has no key for. Rendezvous fields left None come from torchrun's environment."""
 
-    mode: str = "dta"  # disabled: one row at a time; dta: prefix tree
+    mode: str = "dta"  # tree_training_mode: disabled (one row at a time), sparse, dta
+    plan: PlanSettings | None = None
     rank: int | None = None
     world_size: int | None = None
     master_addr: str | None = None
@@ -116,10 +118,12 @@ class DtaTrainEngine(TrainEngine):
             self.config.path,
             sizes=self._sizes,
             optimizer=None if optimizer is None else optimizer_settings(optimizer),
-            dtype=self.config.dtype,
+            dtype=getattr(torch, self.config.dtype),
             seed=self.settings.seed,
+            trainable=optimizer is not None,
+            timeout_s=self.settings.timeout_s,
         )
-        engine = make_engine(self.settings.mode, policy)
+        engine = make_engine(self.settings.mode, policy, self.settings.plan)
         self._step = LinearStep(policy, engine, self.config.temperature, self.settings.reuse_forward)
         if optimizer is not None and ft_spec is not None:
             self._schedule = lr_schedule(optimizer, ft_spec.total_train_steps)
@@ -140,7 +144,7 @@ class DtaTrainEngine(TrainEngine):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        return self.policy.dp_group
+        return parallel_state.get_data_parallel_group()
 
     @property
     def data_parallel_rank(self) -> int:
@@ -158,7 +162,7 @@ class DtaTrainEngine(TrainEngine):
 
     @property
     def context_and_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.policy.model_parallel_group
+        return parallel_state.get_model_parallel_group()
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
@@ -185,7 +189,7 @@ class DtaTrainEngine(TrainEngine):
         return self.step.engine.stats
 
     def train(self, mode: bool = True) -> DtaTrainEngine:
-        self.policy.train(mode)
+        self.policy.model.train(mode)
         return self
 
     def set_version(self, version: int) -> None:
@@ -234,7 +238,7 @@ class DtaTrainEngine(TrainEngine):
         own lengths.
         """
         batch, meta = _as_batch(input_)
-        rows = rows_of_batch(batch)
+        rows = self.step.rows_of(batch)
         if meta is None and output_seqlens not in (None, np.diff(rows.offsets_S1).tolist()):
             raise ValueError(f"output_seqlens={output_seqlens} differ from the batch's own lengths; leave them out")
         need_T = None
@@ -254,7 +258,7 @@ class DtaTrainEngine(TrainEngine):
         """
         batch, _ = _as_batch(input_)
         need_T = self._loss_positions(batch)
-        loss = self.step.accumulate(rows_of_batch(batch), pack_tensor_dict(batch), loss_fn, loss_weight_fn, need_T)
+        loss = self.step.accumulate(self.step.rows_of(batch), pack_tensor_dict(batch), loss_fn, loss_weight_fn, need_T)
         if loss is None or not math.isfinite(loss):
             norm = 0.0 if loss is None else math.nan
             return {"update_successful": 0.0, "grad_norm": norm, "lr": self.lr, "loss": norm}
@@ -266,7 +270,7 @@ class DtaTrainEngine(TrainEngine):
         batch, _ = _as_batch(input_)
         packed = pack_tensor_dict(batch)
         local, total = self.step.weights(packed, loss_weight_fn)
-        values = self.step.part1(rows_of_batch(batch), self._loss_positions(batch))
+        values = self.step.part1(self.step.rows_of(batch), self._loss_positions(batch))
         entropy_T = torch.zeros_like(values.logprobs_T) if values.entropy_T is None else values.entropy_T
         loss = loss_fn(values.logprobs_T.float(), entropy_T.float(), packed)
         if total <= 0:
@@ -298,15 +302,18 @@ class DtaTrainEngine(TrainEngine):
     # ---- weights ----
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """``hf``: a safetensors folder; ``dcp`` and the optimizer: a Megatron checkpoint. All ranks call it."""
+        """``hf``: a safetensors folder, the optimizer in ``optimizer/``; ``dcp``: a Megatron checkpoint with both.
+
+        All ranks call it. Raises FileExistsError where a checkpoint exists: they are immutable.
+        """
         if _is_hf(meta):
             self.policy.save_hf(meta.path)
             if meta.tokenizer is not None and dist.get_rank() == 0:
                 meta.tokenizer.save_pretrained(meta.path)
             if meta.with_optim:
-                self.policy.save_checkpoint(str(Path(meta.path) / "optimizer"), model=False, optimizer=True)
+                self.policy.save_checkpoint(Path(meta.path) / "optimizer")
         else:
-            self.policy.save_checkpoint(meta.path, model=True, optimizer=meta.with_optim)
+            self.policy.save_checkpoint(meta.path)
         dist.barrier(group=self.cpu_group)
 
     def load(self, meta: SaveLoadMeta) -> None:
@@ -314,9 +321,9 @@ class DtaTrainEngine(TrainEngine):
         if _is_hf(meta):
             self.policy.load_hf(meta.path)
             if meta.with_optim:
-                self.policy.load_checkpoint(str(Path(meta.path) / "optimizer"), model=False, optimizer=True)
+                self.policy.load_checkpoint(Path(meta.path) / "optimizer", model=False)
         else:
-            self.policy.load_checkpoint(meta.path, model=True, optimizer=meta.with_optim)
+            self.policy.load_checkpoint(meta.path, optimizer=meta.with_optim)
         self.step.weights_changed()
         dist.barrier(group=self.cpu_group)
 
@@ -357,10 +364,10 @@ class DtaTrainEngine(TrainEngine):
     def save_version(self, path: Path, weight_version: str) -> str:
         """Write HF weights and ``version.json`` to `path`, whole or not at all; returns the digest on rank 0."""
         staging = path.with_name(path.name + ".partial")
-        self.policy.save_hf(str(staging))
+        self.policy.save_hf(staging)
         digest = ""
         if dist.get_rank() == 0:
-            digest = finish_version(staging, path, weight_version, template=Path(self.config.path))
+            digest = finish_version(staging, path, weight_version)
         dist.barrier(group=self.cpu_group)
         return digest
 

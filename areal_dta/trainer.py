@@ -23,13 +23,14 @@ import areal_dta.areal_env  # noqa: F401
 # isort: split
 import torch
 import torch.distributed as dist
-from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 
 from areal_dta import metrics
 from areal_dta.batcher_link import BatcherLink, WaitTimeout
-from areal_dta.bridge import actor_config, batch_of_shard, flat_of_padded, make_actor, minibatches
-from areal_dta.checkpoints import CheckpointSchedule, CheckpointStore, TrainerState
+from areal_dta.bridge import actor_config, batch_of_shard, finetune_spec, flat_of_padded, make_actor, minibatches
+from areal_dta.checkpoints import STATE, CheckpointSchedule, CheckpointStore, TrainerState
 from areal_dta.config import Config, load_run_config
+from areal_dta.engine import PlanSettings
 from areal_dta.publish import prune_versions
 from areal_dta.records import LaunchPlan, Shard, WeightVersion
 from areal_dta.train_engine import DtaTrainEngine, EngineSettings
@@ -68,6 +69,7 @@ class Trainer:
         config.backend = f"megatron:d{plan.dp}t{plan.tp}p{plan.pp}"
         settings = EngineSettings(
             mode=self.config.tree_training_mode,
+            plan=PlanSettings(kind=self.config.dta.plan, max_block_tokens=self.config.dta.max_block_tokens),
             rank=self.rank,
             world_size=plan.trainer_world_size,
             master_addr=plan.trainer_master_addr,
@@ -82,7 +84,7 @@ class Trainer:
         )
         engine = DtaTrainEngine(config, settings)
         engine.create_process_group()
-        engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=self.total_steps, train_batch_size=1))
+        engine.initialize(None, finetune_spec(self.total_steps))
         return engine
 
     def _checkpoint_schedule(self) -> CheckpointSchedule:
@@ -123,12 +125,14 @@ class Trainer:
         resume = self.plan.resume_step
         if resume is not None:
             state = self.store.read_state(resume)
-            self.engine.load(SaveLoadMeta(path=str(self.store.folder(resume)), weight_format="dcp", with_optim=True))
+            self.engine.load(
+                SaveLoadMeta(path=str(self.store.folder(resume) / STATE), weight_format="dcp", with_optim=True)
+            )
             log.info("resumed after step %d", state.step)
             return state.step + 1
         start = self.run_dir / "model" / "optimizer"
         if start.is_dir():
-            self.engine.policy.load_checkpoint(str(start), model=False, optimizer=True, zero_first_moment=True)
+            self.engine.policy.load_checkpoint(start, model=False, zero_first_moment=True)
             log.info("optimizer starts from the state in %s, first moments zeroed", start.relative_to(self.run_dir))
         return 0
 
@@ -175,8 +179,8 @@ class Trainer:
         if self.rank == 0:
             self.store.prepare(step)
         self._barrier()
-        staging = self.store.staging(step)
-        self.engine.save(SaveLoadMeta(path=str(staging), weight_format="dcp", with_optim=True))
+        state = self.store.staging(step) / STATE
+        self.engine.save(SaveLoadMeta(path=str(state), weight_format="dcp", with_optim=True))
         if self.rank == 0:
             folder = self.store.finish(TrainerState(step=step, number=step + 1, epoch=self.plan.epoch))
             self.batcher.commit(step, folder.name)

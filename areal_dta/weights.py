@@ -19,7 +19,15 @@ from pathlib import Path
 import numpy as np
 from safetensors import TensorSpec, serialize_file
 
-__all__ = ["TornWeights", "VersionManifest", "folder_digest", "read_manifest", "seal_version", "verify", "write_version"]
+__all__ = [
+    "TornWeights",
+    "VersionManifest",
+    "folder_digest",
+    "read_manifest",
+    "seal_version",
+    "verify",
+    "write_version",
+]
 
 MANIFEST = "version.json"
 CHUNK_BYTES = 4 << 20
@@ -108,8 +116,8 @@ def write_version(
     """Write one version of the policy to ``folder`` (replaced if it exists) and return its manifest.
 
     ``tensors``: Hugging Face names to arrays; numpy has no bfloat16, so with ``bfloat16`` the arrays are uint16 bit
-    patterns. Every file of ``template`` that is not weights (config, tokenizer) is copied. The folder appears by one rename
-    after everything is on disk, so a reader sees a complete version or none.
+    patterns. Every file of ``template`` that is not weights (config, tokenizer) is copied. The folder appears by one
+    rename after everything is on disk, so a reader sees a complete version or none.
     """
     if not tensors:
         raise ValueError(f"no tensors to write to {folder}")

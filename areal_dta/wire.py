@@ -39,7 +39,7 @@ def encode(
         if array.nbytes > MAX_FRAME_BYTES:
             raise ChannelError(f"array {name!r} of {kind!r} has {array.nbytes} bytes, the limit is {MAX_FRAME_BYTES}")
         described.append([name, array.dtype.str, list(array.shape)])
-        frames.append(memoryview(array.reshape(-1).view(np.uint8)) if array.size else b"")
+        frames.append(array.reshape(-1).view(np.uint8).data if array.size else b"")
     if len(frames) >= MAX_FRAMES:
         raise ChannelError(f"{kind!r} has {len(frames)} arrays, the limit is {MAX_FRAMES - 1}")
     try:

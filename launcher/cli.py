@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_dta.config import ConfigError
-from launcher.rundir import RunError
+from launcher.rundir import RunDir, RunError
 
 __all__ = ["main"]
 
@@ -33,14 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="areal-dta", description="Reinforcement learning on multi-turn LLM agents: AReaL with prefix-tree training."
+        prog="areal-dta",
+        description="Reinforcement learning on multi-turn LLM agents: AReaL with prefix-tree training.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     run = _command(commands, "run", _run, "train from a configuration file")
     run.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; AReaL's files load too")
     run.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the file's")
-    run.add_argument("--dry-run", action="store_true", help="show processes, placement, ports and values; start nothing")
+    run.add_argument(
+        "--dry-run", action="store_true", help="show processes, placement, ports and values; start nothing"
+    )
     run.add_argument("--run-dir", type=Path, help="folder of the run (default: fileroot/experiment/trial)")
     _output_options(run)
 
@@ -113,10 +116,9 @@ def _stop(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from launcher.report import write_report
-    from launcher.rundir import RunDir
-
     run = RunDir(args.run).require()
+    from launcher.report import write_report
+
     out = args.out or run.path / "report.html"
     write_report(run.path, out)
     print(f"wrote {out}")
@@ -124,10 +126,10 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _dashboard(args: argparse.Namespace) -> int:
+    run = RunDir(args.run).require()
     from launcher.dashboard import serve
-    from launcher.rundir import RunDir
 
-    serve(RunDir(args.run).require().path, args.host, args.port)
+    serve(run.path, args.host, args.port)
     return 0
 
 

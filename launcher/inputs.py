@@ -57,7 +57,9 @@ def _model_folder(config: Config) -> Path | None:
             raise ConfigError(f"actor.path={path} is a folder without config.json; give a Hugging Face model folder")
         return folder.resolve()
     if not _HUB_NAME.fullmatch(path):
-        raise ConfigError(f"actor.path={path} does not exist; give a model folder or a hub name such as Qwen/Qwen3-1.7B")
+        raise ConfigError(
+            f"actor.path={path} does not exist; give a model folder or a hub name such as Qwen/Qwen3-1.7B"
+        )
     return _cached_model(path)
 
 

@@ -13,7 +13,7 @@ from launcher import plan as planning
 from launcher.inputs import prepare_inputs
 from launcher.local import ProcessTable
 from launcher.progress import Progress
-from launcher.rundir import RunDir, RunError, RunState, write_json
+from launcher.rundir import RunDir, RunError, RunState, Status, write_json
 from launcher.store import MetricsStore
 from launcher.supervise import LaunchFailed, Stopped, StopSignal, Supervisor
 
@@ -35,15 +35,16 @@ class Outcome:
         return EXIT_CODES.get(self.state.status, 1)
 
 
-def execute(
-    config: Config, run: RunDir, epoch: int, resume_step: int | None, out: TextIO, live: bool
-) -> Outcome:
+def execute(config: Config, run: RunDir, epoch: int, resume_step: int | None, out: TextIO, live: bool) -> Outcome:
     """Run in the foreground to the end of the run. A failed or stopped run is an Outcome, not an exception.
 
     The run directory exists. Raises RunError while another launcher holds it.
     """
     run.acquire()
-    state = run.write_state(RunState("preparing", os.getpid(), epoch, resume_step or 0, started_at=time.time()))
+    first_step = 0 if resume_step is None else resume_step + 1
+    state = run.write_state(RunState("preparing", os.getpid(), epoch, first_step, started_at=time.time()))
+    status: Status
+    cause: str | None
     try:
         with StopSignal().installed() as stop_signal:
             try:

@@ -1,4 +1,4 @@
-"""Processes on this machine: started in groups of their own, watched without sleeping, restarted with a bound, never orphaned.
+"""Processes on this machine: started in own groups, watched without sleeping, restarted with a bound, never orphaned.
 
 The kernel kills a child when the launcher dies (PR_SET_PDEATHSIG, which follows the *thread* that starts it: start
 processes from the main thread only), and a whole process group is killed when its first process ends.
@@ -40,6 +40,7 @@ class Death:
     name: str
     returncode: int
     last_lines: tuple[str, ...]
+    uptime_s: float = 0.0
 
     @property
     def how(self) -> str:
@@ -104,7 +105,7 @@ class ProcessTable:
         return process
 
     def wait(self, timeout_s: float, wake_fd: int | None = None) -> list[Death]:
-        """Block until a process ends, `wake_fd` is readable or the time is up; the processes that ended, first to end first."""
+        """Block until a process ends, `wake_fd` is readable or the time is up; returns what ended, killed first."""
         fds = {p.pidfd: p for p in self.processes.values() if p.status == "running"}
         poller = select.poll()
         for fd in [*fds, *([] if wake_fd is None else [wake_fd])]:
@@ -119,7 +120,8 @@ class ProcessTable:
         returncode = process.popen.wait()
         os.close(process.pidfd)
         process.status = "ended"
-        death = Death(process.spec.name, returncode, tail_of(self._log_file(process.spec.name)))
+        log = self._log_file(process.spec.name)
+        death = Death(process.spec.name, returncode, tail_of(log), self._clock() - process.started_at)
         process.history.append(death.how)
         return death
 
@@ -144,7 +146,7 @@ class ProcessTable:
         return [p for p in self.processes.values() if p.status == "running" and (roles is None or p.spec.role in roles)]
 
     def stop(self, roles: Sequence[str] | None, timeout_s: float) -> list[str]:
-        """SIGTERM to the processes of these roles (None: all), SIGKILL after `timeout_s`; the names that had to be killed."""
+        """SIGTERM to the processes of these roles (None: all), SIGKILL after `timeout_s`; returns whom it killed."""
         for process in self.processes.values():
             if process.status == "restarting" and (roles is None or process.spec.role in roles):
                 process.status = "ended"

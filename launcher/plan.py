@@ -1,4 +1,4 @@
-"""Which processes a run consists of, where they run and how they reach each other. Pure: nothing is started or bound here."""
+"""Which processes a run consists of, where they run and how they reach each other. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -128,9 +128,7 @@ def process_table(config: Config, plan: LaunchPlan, chosen: Ports) -> list[Proce
         else:
             argv = _module("areal_dta.rollout.server", *run, "--index", str(i))
         table.append(_spec(f"server.{i}", "server", argv, Placement(host, devices), port, plan.servers[i] + "/health"))
-    table.append(
-        _spec("batcher", "batcher", _module("areal_dta.batcher", *run), Placement(host), chosen.batcher, None)
-    )
+    table.append(_spec("batcher", "batcher", _module("areal_dta.batcher", *run), Placement(host), chosen.batcher, None))
     for rank in range(plan.trainer_world_size):
         devices = (rollout.world_size + rank,) if gpus else ()
         argv = _module("areal_dta.trainer", *run, "--index", str(rank))

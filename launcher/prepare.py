@@ -1,6 +1,6 @@
-"""The first act of a run: ``python -m launcher.prepare --run RUN`` calls the configured function and checks what it left.
+"""The first act of a run: ``python -m launcher.prepare --run RUN`` calls the configured function.
 
-Run as a process of its own, because the function may train a start policy (and load torch), which the launcher must not.
+It is a process of its own, because the function may train a start policy (and load torch), which the launcher must not.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def check_prepared(run_dir: Path, batch_size: int) -> int:
     if not train.is_file():
         raise ConfigError(f"{train} is missing after prepare; set prepare to a function that writes it")
     if not (run_dir / "model" / "config.json").is_file():
-        raise ConfigError(f"{run_dir / 'model'} holds no model after prepare; set actor.path, or a prepare that builds one")
+        raise ConfigError(
+            f"{run_dir / 'model'} holds no model after prepare; set actor.path, or a prepare that builds one"
+        )
     items = count_items(train)
     if items < batch_size:
         raise ConfigError(

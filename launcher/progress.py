@@ -1,4 +1,4 @@
-"""What a person sees while a run is going: a line per finished step and, on a terminal, one line that is updated in place."""
+"""What a person sees while a run is going: a line per finished step and, on a terminal, one line updated in place."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ class Progress:
     def _shown(self, step: int) -> str:
         formats = {"reward": ".3f", "loss": "+.4f", "tok/s": ",.0f", "ratio": ".2f", "staleness": ".0f"}
         values = self._values.get(step, {})
-        return "  ".join(f"{name} {values[name]:{spec}}" if name in values else f"{name} -" for name, spec in formats.items())
+        return "  ".join(
+            f"{name} {values[name]:{spec}}" if name in values else f"{name} -" for name, spec in formats.items()
+        )
 
     def _draw(self, force: bool = False) -> None:
         if not self._live or (not force and self._clock() - self._drawn_at < REDRAW_S):

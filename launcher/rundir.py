@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from areal_dta.config import Config, ConfigError
 
-__all__ = ["RunDir", "RunError", "RunState", "new_run"]
+__all__ = ["RunDir", "RunError", "RunState", "Status", "new_run", "run_path", "write_json"]
 
 Status = Literal["preparing", "running", "finished", "failed", "stopped"]
 
@@ -152,14 +152,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def new_run(config: Config, where: Path | None, now: float) -> tuple[Config, RunDir]:
     """Create the folders of a new run and write its resolved config.
 
-    `where` (``--run-dir``) wins; else ``fileroot/experiment_name/trial_name``, a time stamp where the trial has no name.
+    `where` (``--run-dir``) wins; else ``fileroot/experiment_name/trial_name``; a trial without a name is a time stamp.
     Raises RunError when the folder already holds a run.
     """
     path = run_path(config, where, now)
     run = RunDir(path)
     if run.exists() or run.config_file.exists():
         raise RunError(
-            f"{path} already holds a run; continue it with `areal-dta resume {path}`, or choose another trial_name or --run-dir"
+            f"{path} already holds a run; continue it with `areal-dta resume {path}`, "
+            "or choose another trial_name or --run-dir"
         )
     try:
         for name in ("logs", "dataset", "weights", "checkpoints", "spool", "traces"):
@@ -169,6 +170,8 @@ def new_run(config: Config, where: Path | None, now: float) -> tuple[Config, Run
     if not config.trial_name:
         config = config.with_values(trial_name=trial_of(path))
     run.config_file.write_text(config.to_yaml())
+    if config.runtime.api_key:
+        run.config_file.chmod(0o600)
     return config, run
 
 

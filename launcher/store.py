@@ -15,6 +15,7 @@ import msgpack
 import zmq
 
 from areal_dta.metrics import MetricError, MetricRecord
+from launcher.rundir import RunError
 
 __all__ = ["MetricsStore"]
 
@@ -24,10 +25,15 @@ Key = tuple[str, str]
 
 
 class MetricsStore:
-    """Owns the metrics file of a running launch. ``bad_records`` counts messages that were no records."""
+    """Owns the metrics file of a running launch. ``bad_records`` counts messages that were no records; ``failure`` says
+    why nothing can be stored any more.
+
+    Raises RunError when the address cannot be bound.
+    """
 
     def __init__(self, address: str, path: Path) -> None:
         self.bad_records = 0
+        self.failure: str | None = None
         self._last: dict[Key, MetricRecord] = {}
         self._fresh: deque[MetricRecord] = deque(maxlen=BACKLOG_RECORDS)
         self._lock = threading.Lock()
@@ -35,8 +41,14 @@ class MetricsStore:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise RunError(f"metrics address {address} cannot be bound: {error}; start the run again") from error
         self._file = path.open("a", encoding="utf-8")
+        if _ends_torn(path):  # the launcher was killed inside a line
+            self._file.write("\n")
         self._thread = threading.Thread(target=self._serve, name="metrics-store", daemon=True)
         self._thread.start()
 
@@ -79,7 +91,13 @@ class MetricsStore:
             with self._lock:
                 if self._file.closed:
                     return
-                self._write(records)
+                try:
+                    self._write(records)
+                except OSError as error:
+                    self.failure = (
+                        f"{self._file.name} cannot be written: {error.strerror}; free space and resume the run"
+                    )
+                    return
 
     def _receive_all(self, limit: int = 1000) -> list[MetricRecord]:
         records: list[MetricRecord] = []
@@ -100,6 +118,14 @@ class MetricsStore:
         for record in records:
             self._last[(record.proc, record.name)] = record
         self._fresh.extend(records)
+
+
+def _ends_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
 
 
 def _decode(frame: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""One launch of a run: start everything in order, watch until the trainer ranks are done, restart or fail, stop everything.
+"""One launch of a run: start everything in order, watch until the trainer ranks are done, then stop everything.
 
 Nothing sleeps: the loop waits for the end of a process, a signal, or the next thing that is due.
 """
@@ -29,6 +29,7 @@ __all__ = ["LaunchFailed", "Stopped", "StopSignal", "Supervisor"]
 TICK_S = 0.25
 HEALTH_TIMEOUT_S = 2.0
 FAILURE_STOP_S = 10.0  # per wave, so that a dead trainer stops a run well within a minute
+STABLE_S = 900.0  # a process that ran this long has its restarts forgiven
 BEFORE_ROUTER, ROUTER, WORKERS = ("server", "batcher", "trainer"), ("router",), ("worker",)
 
 
@@ -41,7 +42,7 @@ class Stopped(RuntimeError):
 
 
 class StopSignal:
-    """SIGINT and SIGTERM as a flag and a readable descriptor; a second signal kills at once by raising KeyboardInterrupt."""
+    """SIGINT, SIGTERM and SIGHUP as a flag and a readable descriptor; a second signal raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -49,7 +50,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopSignal]:
-        before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             yield self
         finally:
@@ -90,7 +91,7 @@ class Supervisor:
         self._wake_fd: int | None = stop_signal.fd
 
     def run_to_end(self, specs: list[ProcessSpec]) -> None:
-        """Start, watch and stop; raises LaunchFailed with the cause, or Stopped. Nothing is left running in any case."""
+        """Start, watch, stop; raises LaunchFailed with the cause, or Stopped. Nothing is left running in any case."""
         grace_s = self._config.runtime.stop_timeout_s
         try:
             self._start_all(specs)
@@ -114,7 +115,10 @@ class Supervisor:
                     self._wait_healthy(spec)
 
     def _start(self, spec: ProcessSpec) -> None:
-        process = self._table.start(spec)
+        try:
+            process = self._table.start(spec)
+        except OSError as error:
+            raise LaunchFailed(f"{spec.name} cannot be started: {spec.argv[0]}: {error.strerror}") from error
         self._event("process/start", process=spec.name, pid=process.popen.pid)
         self._save_processes()
 
@@ -123,7 +127,7 @@ class Supervisor:
         self._phase(f"waiting for {spec.name}")
         limit_s = self._config.runtime.start_timeout_s
         deadline = time.monotonic() + limit_s
-        while not is_healthy(spec.health or ""):
+        while not is_healthy(spec.health or "", self._config.runtime.api_key):
             self._tick()
             if time.monotonic() > deadline:
                 raise LaunchFailed(
@@ -149,12 +153,12 @@ class Supervisor:
         """Wait a moment for something to happen and deal with it."""
         deaths = self._table.wait(TICK_S, self._wake_fd)
         self._signal.check()
+        if self._store.failure is not None:
+            raise LaunchFailed(self._store.failure)
         for death in deaths:
             self._on_death(death)
         for process in self._table.restart_due():
-            self._event(
-                "process/restart", process=process.spec.name, pid=process.popen.pid, restarts=process.restarts
-            )
+            self._event("process/restart", process=process.spec.name, pid=process.popen.pid, restarts=process.restarts)
             self._save_processes()
         self._progress.take(self._store.drain())
         if self._progress.step != self.state.step:
@@ -171,6 +175,8 @@ class Supervisor:
             if process.spec.role == "worker" and death.returncode == 0:
                 return  # it was told that training is over
             limit = self._config.runtime.restart_limit
+            if death.uptime_s > STABLE_S:
+                process.restarts = 0
             if process.restarts >= limit:
                 raise LaunchFailed(f"{death}; it was restarted runtime.restart_limit={limit} times already")
             delay_s = self._table.schedule_restart(death.name)
@@ -181,9 +187,12 @@ class Supervisor:
     def _stop_all(self, grace_s: float) -> None:
         """Two waves: those who use the services first, then the services."""
         self._wake_fd = None
-        for roles in (("worker", "trainer"), None):
-            for name in self._table.stop(roles, grace_s):
-                self._progress.say(f"{name} did not stop within {grace_s:g} s and was killed")
+        try:
+            for roles in (("worker", "trainer"), None):
+                for name in self._table.stop(roles, grace_s):
+                    self._progress.say(f"{name} did not stop within {grace_s:g} s and was killed")
+        except KeyboardInterrupt:  # a second signal while waiting: no more grace
+            self._table.stop(None, 0.0)
         self._save_processes()
 
     def _phase(self, name: str) -> None:
@@ -197,10 +206,11 @@ class Supervisor:
         write_json(self._run.processes_file, self._table.describe())
 
 
-def is_healthy(url: str) -> bool:
+def is_healthy(url: str, api_key: str | None = None) -> bool:
     """Whether the URL answers 200 now."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
-        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=HEALTH_TIMEOUT_S) as answer:
             return answer.status == 200
     except OSError:  # refused, reset, timed out, or an HTTP error status
         return False

@@ -105,6 +105,7 @@ class Sample:
     """One sample of a group; `attempt` is the number of the next (or current) attempt."""
 
     attempt: int = 0
+    failures: int = 0
     term: LeaseTerm | None = None
     episode: Episode | None = None
     failed: bool = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from areal_dta.batcher.leases import Episode, Group, GroupState, LeaseTerm, Samp
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.records import Trajectory, unpack
 
-__all__ = ["Event", "Key", "Ledger", "LedgerError"]
+__all__ = ["Event", "Key", "Ledger", "LedgerError", "without_arrays"]
 
 Key = tuple[int, int]  # (group_id, sample)
 
@@ -39,6 +39,21 @@ class Event:
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
+def without_arrays(event: Event) -> Event:
+    """A ``traj`` event reduced to what accounting needs; replaying it gives the same episode without arrays."""
+    episode = Episode.of(unpack(Trajectory, event.body, event.arrays))
+    body = {f.name: getattr(episode, f.name) for f in fields(Episode) if f.name != "trajectory"}
+    return Event(event.kind, body)
+
+
+@dataclass(frozen=True)
+class BatchTally:
+    """What a batch adds to the run's summary."""
+
+    staleness_max: int
+    num_mixed: int  # episodes whose tokens are of more than one version
+
+
 class Ledger:
     """Groups, batches, counters. `now_s` arguments are the batcher's own clock, used for expiry only."""
 
@@ -52,6 +67,7 @@ class Ledger:
         self.finished = False
         self.groups: dict[int, Group] = {}  # open, ready, or batched since the last checkpoint
         self.batches: dict[int, tuple[Key, ...]] = {}  # by step, of this lineage
+        self.tallies: dict[int, BatchTally] = {}  # likewise
         self.acknowledged: set[Key] = set()
         self.dropped: dict[Key, str] = {}
         self.dropped_tokens: Counter[str] = Counter()
@@ -113,6 +129,7 @@ class Ledger:
             return
         for step in [s for s in self.batches if s > last]:
             self._unbatch(self.batches.pop(step))
+            del self.tallies[step]
         for group in self.of_state(GroupState.OPEN):
             for sample in group.samples:
                 sample.term = None  # its worker belonged to the previous launch
@@ -156,7 +173,8 @@ class Ledger:
             return
         sample = group.samples[b["sample"]]
         sample.term, sample.attempt = None, b["attempt"] + 1
-        sample.failed = sample.attempt >= self.settings.max_attempts
+        sample.failures += b["cause"] != "aborted"  # handed back by a worker that stops: not the episode's fault
+        sample.failed = sample.failures >= self.settings.max_attempts
         self._settle(group)
 
     def _on_close(self, event: Event, now_s: float) -> None:
@@ -202,17 +220,17 @@ class Ledger:
     def _on_batch(self, event: Event, now_s: float) -> None:
         keys = tuple((int(g), int(s)) for g, s in event.body["episodes"])
         self.batches[event.body["step"]] = keys
+        self.tallies[event.body["step"]] = BatchTally(event.body["staleness_max"], event.body["num_mixed"])
         self.next_step = event.body["step"] + 1
         for group_id in {g for g, _ in keys}:
             if group_id in self.groups:
                 self.groups[group_id].state = GroupState.BATCHED
 
     def _on_commit(self, event: Event, now_s: float) -> None:
+        for step in range(self.committed_step + 1, event.body["step"] + 1):
+            for group_id in {g for g, _ in self.batches.get(step, ())}:
+                self.groups.pop(group_id, None)
         self.committed_step = max(self.committed_step, event.body["step"])
-        for step, keys in self.batches.items():
-            if step <= self.committed_step:
-                for group_id in {g for g, _ in keys}:
-                    self.groups.pop(group_id, None)
 
     def _on_published(self, event: Event, now_s: float) -> None:
         if event.body["epoch"] == self.epoch:

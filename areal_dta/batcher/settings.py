@@ -93,7 +93,7 @@ class BatcherSettings:
             )
         if self.intake_limit < self.batch_episodes:
             raise SettingsError(
-                f"batcher.intake_limit={self.intake_limit} cannot hold a batch of {self.batch_episodes} episodes; raise it"
+                f"batcher.intake_limit={self.intake_limit} cannot hold a batch of {self.batch_episodes} episodes"
             )
         if self.max_concurrent is not None and self.max_concurrent < 1:
             raise SettingsError(f"rollout.max_concurrent_rollouts is {self.max_concurrent}, it must be at least 1")

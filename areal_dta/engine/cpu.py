@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from torch.utils._device import _device_constructors
 
 __all__ = ["install"]
 
@@ -97,6 +98,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _patch_factories() -> None:  # 4
+    _device_constructors()  # cached by torch at first use: it must hold the originals, or `with torch.device(...)` loses its effect
     for name in _FACTORIES:
         _set(torch, name, _on_cpu(getattr(torch, name)))
 

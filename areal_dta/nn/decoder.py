@@ -108,7 +108,7 @@ def _rotate(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 def decode_hidden(
     weights: DecoderWeights, ids_T: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], attend: Attend
 ) -> torch.Tensor:
-    """Run the layers over T new tokens; ``attend`` owns their history. Returns the hidden states before the last norm."""
+    """Run the layers over T new tokens, whose history ``attend`` owns; hidden states (T, D) before the last norm."""
     config = weights.config
     x_TD = F.embedding(ids_T, weights.embed_VD)
     for index, layer in enumerate(weights.layers):

@@ -1,4 +1,4 @@
-"""Load a Hugging Face safetensors folder into `DecoderWeights`: every name and shape checked before anything is built."""
+"""Load a Hugging Face safetensors folder into `DecoderWeights`, names and shapes checked beforehand."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expected_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's ``*.safetensors`` files, on the CPU, in their stored dtype (no pickle is ever read)."""
+    """All tensors of the folder's ``*.safetensors`` files, on the CPU, in their stored dtype; never a pickle."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightsMismatch(f"no *.safetensors in {folder}")

@@ -15,7 +15,13 @@ __all__ = ["build_command"]
 # Set from the allocation or here, never from the `sglang` section.
 _OWN = {"model_path", "dp_size", "random_seed"}
 # Keys of AReaL's section that its own launcher consumes and that are no flags of the server.
-_NOT_FLAGS = {"enable_ep_moe", "enable_nan_detection", "ep_size", "enable_return_routed_experts", "enable_multithread_load"}
+_NOT_FLAGS = {
+    "enable_ep_moe",
+    "enable_nan_detection",
+    "ep_size",
+    "enable_return_routed_experts",
+    "enable_multithread_load",
+}
 
 
 def build_command(config: Config, index: int, port: int, model_path: str | None = None) -> list[str]:

@@ -1,11 +1,6 @@
-"""The rollout worker: leases become episodes of AReaL's WorkflowExecutor, and episodes become trajectories.
+"""The rollout worker process: ``python -m areal_dta.rollout.worker --run RUN --index i``.
 
-``python -m areal_dta.rollout.worker --run RUN --index i``
-
-Two event loops: this module's, in the main thread, talks to the batcher (leases, heartbeats, deliveries); AReaL's, in
-the executor's thread, runs the episodes. An episode that blocks its loop therefore never delays a heartbeat. Results
-are delivered in the order in which episodes end. A lease counts against the capacity until its trajectory is
-acknowledged, so a batcher that answers ``busy`` slows the worker.
+It builds the workflow and AReaL's client from the run directory and hands them to `worker_loop.Worker`.
 """
 
 from __future__ import annotations
@@ -15,259 +10,30 @@ import areal_dta.areal_env  # noqa: F401
 # isort: split
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import uvloop
 from areal.api import RolloutWorkflow
 
 from areal_dta import metrics
-from areal_dta.channel import AsyncRpcClient, RpcError, RpcTimeout
+from areal_dta.channel import AsyncRpcClient, RpcError
 from areal_dta.config import load_run_config
-from areal_dta.records import LaunchPlan, Lease, unpack
+from areal_dta.records import LaunchPlan
+from areal_dta.rollout import worker_loop
 from areal_dta.rollout.worker_agent import install_tool_call_parser
 from areal_dta.rollout.worker_engine import RouterEngine
-from areal_dta.rollout.worker_episode import Episode, Outcome, episode_data
-from areal_dta.rollout.worker_link import BatcherLink, Rpc
+from areal_dta.rollout.worker_loop import Worker, WorkerError
 from areal_dta.rollout.worker_setup import WorkerSettings, areal_config, load_workflow, settings_of
 
-__all__ = ["Worker", "WorkerError", "main"]
+__all__ = ["main"]
 
-log = logging.getLogger(__name__)
-
-_FINISH_S = 3.0  # at a stop: for deliveries under way, and again for handing leases back
-_POLL_S = 0.02  # how soon AReaL's runner notices a new episode while others run; its default is 0.05
-
-
-class WorkerError(RuntimeError):
-    """The worker cannot go on; the launcher restarts it."""
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A lease in hand. ``outcome_known``: its episode has ended and is being delivered or rejected."""
-
-    lease: Lease
-    episode: Episode
-    task_id: int
-    outcome_known: bool = False
-    unknown_beats: int = 0
-
-
-class Worker:
-    """Runs leases until the batcher drains (`run` returns) or `stop` is called. One event loop owns all state."""
-
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        rpc: Rpc,
-        engine: RouterEngine,
-        workflow: RolloutWorkflow,
-        publisher: metrics.Publisher,
-    ) -> None:
-        self.settings, self._engine, self._workflow, self._metrics = settings, engine, workflow, publisher
-        self._link = BatcherLink(rpc, settings.name, settings.batcher_timeout_s)
-        self._running: dict[str, _Running] = {}
-        self._deliveries: set[asyncio.Task[None]] = set()
-        self._slot_free = asyncio.Event()
-        self._stop = asyncio.Event()
-        self._closing = False
-        self._drainer: threading.Thread | None = None
-        self._drainer_stop = threading.Event()
-        self._loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[None] = self._loop.create_future()
-
-    def stop(self) -> None:
-        """End soon: episodes are cancelled and their leases handed back."""
-        self._stop.set()
-
-    async def run(self) -> None:
-        """Work until drained or stopped. RpcTimeout when the batcher is gone, WorkerError when the executor fails."""
-        hello = await self._link.call("hello", {"name": self.settings.name, "role": "worker", "pid": os.getpid()})
-        self._engine.set_version(int(hello.body["version"]))
-        self._drainer = threading.Thread(target=self._drain_executor, name="drain-executor", daemon=True)
-        self._drainer.start()
-        leasing = asyncio.create_task(self._lease_loop(), name="leases")
-        others = [asyncio.create_task(self._heartbeat_loop()), asyncio.create_task(self._watch_loop())]
-        stopped = asyncio.create_task(self._stop.wait())
-        try:
-            await self._first([leasing, stopped, *others])
-            if not self._stop.is_set():
-                log.info("batcher is draining: waiting for %d episodes", len(self._running))
-                done = asyncio.create_task(self._until_idle(self.settings.stop_timeout_s / 2))
-                await self._first([done, stopped, *others])
-                done.cancel()
-        finally:
-            for task in (leasing, stopped, *others):
-                task.cancel()
-            await asyncio.gather(leasing, stopped, *others, return_exceptions=True)
-            await self._hand_back()
-            self._drainer_stop.set()
-
-    async def _first(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """Wait for the first of ``tasks`` (or a failure elsewhere) and raise what it raised."""
-        done, _ = await asyncio.wait([*tasks, self._failure], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-
-    # -- leases ------------------------------------------------------------------------------------------------------
-
-    async def _lease_loop(self) -> None:
-        """Keep all slots busy; returns when the batcher says it is draining."""
-        while True:
-            free = self.settings.capacity - len(self._running)
-            if free <= 0:
-                self._slot_free.clear()
-                await self._slot_free.wait()  # bounded: every episode has a time-out, every call to the batcher too
-                continue
-            body = {"worker": self.settings.name, "capacity": free, "wait_s": self.settings.lease_wait_s}
-            reply = await self._link.call("lease", body)
-            for plain in reply.body["leases"]:
-                self._start(unpack(Lease, plain))
-            if reply.body["draining"]:
-                return
-
-    def _start(self, lease: Lease) -> None:
-        if lease.lease_id in self._running:
-            return
-        self._engine.set_version(max(lease.version, self._engine.get_version()))
-        settings = self.settings
-        episode = Episode(
-            self._workflow,
-            lease,
-            lambda outcome: self._from_executor(self._on_outcome, outcome),
-            timeout_s=settings.episode_timeout_s,
-            limits=settings.limits,
-            worker=settings.name,
-        )
-        task_id = self._engine.submit(episode_data(lease), workflow=episode, is_eval=lease.eval_tag is not None)
-        self._running[lease.lease_id] = _Running(lease, episode, task_id)
-
-    async def _heartbeat_loop(self) -> None:
-        while True:
-            reply = await self._link.call("heartbeat", {"worker": self.settings.name, "lease_ids": list(self._running)})
-            unknown = set(reply.body.get("unknown") or ())
-            for lease_id, running in list(self._running.items()):
-                beats = running.unknown_beats + 1 if lease_id in unknown else 0
-                self._running[lease_id] = replace(running, unknown_beats=beats)
-                # A restarted batcher may need a beat to recognise its leases; twice unknown means given to someone
-                # else.
-                if beats >= 2 and not running.outcome_known:
-                    log.warning("lease %s was given to someone else; its episode is cancelled", lease_id)
-                    running.episode.cancel("the batcher gave the lease to another worker")
-            await asyncio.sleep(self.settings.heartbeat_s)
-
-    # -- outcomes ----------------------------------------------------------------------------------------------------
-
-    def _from_executor(self, callback: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # our loop is closed: the lease was handed back before
-            self._loop.call_soon_threadsafe(callback, *args)
-
-    def _on_outcome(self, outcome: Outcome) -> None:
-        running = self._running.get(outcome.lease.lease_id)
-        if running is None or self._closing:
-            return
-        self._running[outcome.lease.lease_id] = replace(running, outcome_known=True)
-        task = asyncio.create_task(self._settle(outcome), name=f"settle {outcome.lease.lease_id}")
-        self._deliveries.add(task)
-        task.add_done_callback(self._settled)
-
-    def _settled(self, task: asyncio.Task[None]) -> None:
-        self._deliveries.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._fail(task.exception())
-
-    def _fail(self, error: BaseException | None) -> None:
-        if error is not None and not self._failure.done():
-            self._failure.set_exception(error)
-
-    async def _settle(self, outcome: Outcome) -> None:
-        """Deliver or reject one outcome, then free its slot."""
-        lease = outcome.lease
-        self._publish(outcome)
-        if outcome.trajectory is None:
-            await self._link.reject(lease, outcome.cause or "raised", outcome.detail)
-        else:
-            status = await self._link.deliver(lease, outcome.trajectory)
-            if status != "accepted":
-                self._metrics.emit("rollout/undelivered", 1, status=status)
-        self._running.pop(lease.lease_id, None)
-        self._slot_free.set()
-
-    def _publish(self, outcome: Outcome) -> None:
-        if outcome.trajectory is None:
-            self._metrics.emit("rollout/failed", 1, cause=outcome.cause)
-            return
-        labels = {"eval": outcome.lease.eval_tag is not None}
-        self._metrics.emit("rollout/reward", outcome.trajectory.reward, **labels)
-        self._metrics.emit("rollout/episode_s", outcome.duration_s, **labels)
-        self._metrics.emit("rollout/turns", outcome.num_turns, **labels)
-        self._metrics.emit("rollout/tokens", outcome.num_tokens, **labels)
-
-    # -- the executor's side -----------------------------------------------------------------------------------------
-
-    def _drain_executor(self) -> None:
-        """Take results out of AReaL's executor so that it keeps none; they were reported by `Episode` already."""
-        while not self._drainer_stop.is_set():
-            try:
-                self._engine.wait(1, timeout=0.5, raise_timeout=False)
-            except RuntimeError as error:  # one of the executor's threads died
-                if not self._drainer_stop.is_set():
-                    self._from_executor(self._fail, WorkerError(f"AReaL's executor failed: {error.__cause__ or error}"))
-                return
-
-    async def _watch_loop(self) -> None:
-        """Notice episodes that outlive their time-out (their code blocks the loop); publish what workflows recorded."""
-        limit_s = self.settings.episode_timeout_s + self.settings.stuck_grace_s
-        next_stats = 0.0
-        while True:
-            now = time.monotonic()
-            for running in self._running.values():
-                age_s = now - (running.episode.started_s or running.episode.submitted_s)
-                if not running.outcome_known and age_s > limit_s:
-                    raise WorkerError(
-                        f"episode {running.lease.lease_id} is {age_s:.0f} s old, past its time-out of "
-                        f"{self.settings.episode_timeout_s:g} s: its code blocks the event loop; use await or a thread"
-                    )
-            if now >= next_stats:  # also empties AReaL's tracker, which grows with every episode otherwise
-                next_stats = now + self.settings.stats_interval_s
-                for name, value in self._engine.export_stats().items():
-                    self._metrics.emit(f"workflow/{name}", value)
-            await asyncio.sleep(1.0)
-
-    # -- the end -----------------------------------------------------------------------------------------------------
-
-    async def _until_idle(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._running and time.monotonic() < deadline:
-            self._slot_free.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._slot_free.wait(), max(0.01, deadline - time.monotonic()))
-
-    async def _hand_back(self) -> None:
-        """Let deliveries finish briefly, then cancel what runs and tell the batcher, which re-issues at once."""
-        self._closing = True
-        if self._deliveries:
-            await asyncio.wait(self._deliveries, timeout=_FINISH_S)
-        for task in list(self._deliveries):
-            task.cancel()
-        left = list(self._running.values())
-        for running in left:
-            running.episode.cancel("the worker stops")
-        gone = self._failure.done() and isinstance(self._failure.exception(), RpcTimeout)
-        if left and not gone:
-            await self._link.hand_back([running.lease for running in left], _FINISH_S)
-        self._running.clear()
+log = logging.getLogger("areal_dta.rollout.worker")  # this module is __main__ in its process
 
 
 async def _work(settings: WorkerSettings, plan: LaunchPlan, engine: RouterEngine, workflow: RolloutWorkflow) -> None:
@@ -284,24 +50,63 @@ async def _work(settings: WorkerSettings, plan: LaunchPlan, engine: RouterEngine
         publisher.close()
 
 
+def _set_up_logging() -> None:
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=text)
+    # AReaL replaces the root logger whenever one of its modules asks for a logger, so loggers made since its import
+    # have a root without handlers; what they say ends at the handler of last resort.
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter(text))
+        logging.lastResort.setLevel(logging.INFO)
+    for logger in (log, worker_loop.log):
+        logger.setLevel(logging.INFO)
+
+
+def _connect(engine: RouterEngine, name: str, router: str) -> None:
+    """Wait until the router is healthy and start AReaL's executor."""
+    try:
+        engine.initialize(engine_id=name, addr=router.removeprefix("http://"), train_data_parallel_size=1)
+    except TimeoutError as error:
+        raise WorkerError(f"router {router} was not healthy within {engine.config.setup_timeout:g} s") from error
+
+
+def _shut_down(engine: RouterEngine, timeout_s: float) -> None:
+    """Stop AReaL's threads, which closes requests of cancelled episodes; one that does not end is left behind."""
+    thread = threading.Thread(target=engine.destroy, name="destroy-engine", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        log.warning("AReaL's executor did not end within %g s", timeout_s)
+
+
+def _run(run_dir: Path, index: int) -> None:
+    config, plan = load_run_config(run_dir), LaunchPlan.read(run_dir / "launch.json")
+    torch.set_num_threads(config.runtime.threads_per_process)
+    settings = settings_of(config, plan, index)
+    install_tool_call_parser()
+    workflow = load_workflow(config, run_dir)
+    engine = RouterEngine(areal_config(config, settings), plan.api_key, patience_s=config.runtime.start_timeout_s)
+    _connect(engine, settings.name, plan.router)
+    try:
+        uvloop.run(_work(settings, plan, engine, workflow))
+    finally:
+        _shut_down(engine, settings.stop_timeout_s / 4)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit code is 0 after draining or SIGTERM, 1 with the cause on stderr otherwise."""
     parser = argparse.ArgumentParser(prog="areal_dta.rollout.worker", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--index", type=int, required=True, help="which worker of the run this is")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config, plan = load_run_config(args.run), LaunchPlan.read(args.run / "launch.json")
-    torch.set_num_threads(config.runtime.threads_per_process)
-    settings = settings_of(config, plan, args.index)
-    install_tool_call_parser()
+    _set_up_logging()
     try:
-        workflow = load_workflow(config, args.run)
-        engine = RouterEngine(areal_config(config, settings), plan.api_key, patience_s=config.runtime.start_timeout_s)
-        engine.initialize(engine_id=settings.name, addr=plan.router.removeprefix("http://"), train_data_parallel_size=1)
-        uvloop.run(_work(settings, plan, engine, workflow))
-    except (WorkerError, TimeoutError, RpcError, ValueError) as error:
+        _run(args.run, args.index)
+    except (WorkerError, OSError, RpcError, ValueError) as error:
         log.error("worker ends: %s: %s", type(error).__name__, error)
+        return 1
+    except Exception:  # a workflow's constructor may raise anything
+        log.exception("worker ends")
         return 1
     return 0
 

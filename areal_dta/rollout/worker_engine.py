@@ -35,7 +35,7 @@ __all__ = ["AFFINITY_HEADER", "EpisodeClosed", "EpisodeEngine", "GenerationError
 
 log = logging.getLogger(__name__)
 
-AFFINITY_HEADER = "X-Affinity-Key"
+AFFINITY_HEADER = "X-Affinity"
 SEED_KEY = "sampling_seed"
 AFFINITY_KEY = "affinity_key"
 
@@ -252,8 +252,8 @@ class EpisodeEngine:
             raise EpisodeClosed(f"episode {self._lease.lease_id} is over ({self._closed}); no more tokens")
         req = req.copy()
         req.metadata.setdefault(SEED_KEY, call_seed(self._lease.seed, self._num_calls))
-        # Samples of a group share the prompt, turns of a sample share more: the key names both, coarse part first.
-        req.metadata.setdefault(AFFINITY_KEY, f"{self._lease.group_id}.{self._lease.sample}")
+        # One key per prompt: its samples share the prompt, their turns share more, so they belong to one server.
+        req.metadata.setdefault(AFFINITY_KEY, f"group-{self._lease.group_id}")
         self._num_calls += 1
         if self._lease.eval_tag is not None:
             req.gconfig.greedy = True

@@ -45,7 +45,9 @@ class BatcherLink:
         give_up, delay_s = time.monotonic() + self._timeout_s, _BACKOFF_FIRST_S
         while True:
             try:
-                return await self._rpc.call(kind, body, arrays, timeout_s=max(0.1, round(give_up - time.monotonic(), 3)))
+                return await self._rpc.call(
+                    kind, body, arrays, timeout_s=max(0.1, round(give_up - time.monotonic(), 3))
+                )
             except RpcError as error:
                 if error.kind not in _PASSING or time.monotonic() + delay_s > give_up:
                     raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from areal_dta.tree.trie import SortedRows
 
@@ -26,7 +27,7 @@ class CostModel:
     per_pair: float
     unit: str = "flop"
 
-    def span(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    def span(self, start: ArrayLike, end: ArrayLike) -> np.ndarray:
         """Cost of the path positions start <= d < end, elementwise, as float64."""
         start, end = np.asarray(start, np.float64), np.asarray(end, np.float64)
         pairs = (end * (end + 1) - start * (start + 1)) / 2

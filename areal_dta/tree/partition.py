@@ -113,7 +113,7 @@ def ffd_tree(rows: SortedRows, num_bins: int, model: CostModel) -> list[np.ndarr
             at = bisect.bisect(members[b], position)
             left = shared.over(members[b][at - 1], position) if at else 0
             right = shared.over(position, members[b][at]) if at < len(members[b]) else 0
-            totals.append(loads[b] + float(model.span(np.int64(max(left, right)), rows.lens_R[position])))
+            totals.append(loads[b] + float(model.span(max(left, right), rows.lens_R[position])))
         chosen = min(range(num_bins), key=lambda b: (totals[b], len(members[b])))
         loads[chosen] = totals[chosen]
         bisect.insort(members[chosen], position)

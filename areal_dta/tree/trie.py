@@ -119,7 +119,7 @@ def sort_rows(ids_T: np.ndarray, offsets_S1: np.ndarray) -> SortedRows:
     ids_T, offsets_S1 = _checked(ids_T, offsets_S1)
     bounds = offsets_S1.tolist()
     key_dtype = np.dtype(">u2" if not len(ids_T) or int(ids_T.max()) < 1 << 16 else ">u4")
-    raw, width = memoryview(ids_T.astype(key_dtype)).cast("B"), key_dtype.itemsize
+    raw, width = ids_T.astype(key_dtype).view(np.uint8).data, key_dtype.itemsize
     keys = [bytes(raw[a * width : b * width]) for a, b in itertools.pairwise(bounds)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     del keys

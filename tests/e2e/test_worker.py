@@ -31,8 +31,8 @@ import pytest
 
 from areal_dta.channel import AsyncRpcClient, RpcTimeout
 from areal_dta.metrics import NullPublisher
-from areal_dta.rollout.worker import Worker, WorkerError
 from areal_dta.rollout.worker_engine import AFFINITY_HEADER
+from areal_dta.rollout.worker_loop import Worker, WorkerError
 
 
 @pytest.fixture
@@ -88,16 +88,15 @@ def test_requests_carry_seed_affinity_and_a_fresh_id(server: FakeServer) -> None
             await task
 
     run(scenario())
-    by_sample = {r["rid"].split("/")[0]: r for r in server.requests}
-    assert set(by_sample) == {"0.0", "0.1", "1.0"}
-    assert {h[AFFINITY_HEADER] for h in server.headers} == set(by_sample)
+    by_prompt = {r["input_ids"][-1]: r for r in server.requests}
+    assert [by_prompt[last]["rid"].split("/")[0] for last in (4, 5, 6)] == ["group-0", "group-0", "group-1"]
+    assert sorted(h[AFFINITY_HEADER] for h in server.headers) == ["group-0", "group-0", "group-1"]
+    assert len({r["rid"] for r in server.requests}) == 3
     seeds = [r["sampling_params"]["sampling_seed"] for r in server.requests]
     assert len(set(seeds)) == 3
     assert all(0 <= s < 2**31 for s in seeds)
-    assert by_sample["1.0"]["sampling_params"]["temperature"] == 0.0, (
-        "evaluation is greedy whatever the workflow asks for"
-    )
-    assert by_sample["0.0"]["sampling_params"]["temperature"] == 1.0
+    assert by_prompt[6]["sampling_params"]["temperature"] == 0.0, "evaluation is greedy whatever the workflow asks for"
+    assert by_prompt[4]["sampling_params"]["temperature"] == 1.0
 
 
 def test_a_completion_interrupted_by_a_weight_update_keeps_the_version_of_every_token(server: FakeServer) -> None:

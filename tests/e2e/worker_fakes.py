@@ -22,9 +22,9 @@ from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from areal_dta import metrics
 from areal_dta.channel import AsyncRpcClient, Reply, Request, RpcServer
 from areal_dta.records import Lease, Trajectory, unpack
-from areal_dta.rollout.worker import Worker
 from areal_dta.rollout.worker_convert import Limits
 from areal_dta.rollout.worker_engine import RouterEngine
+from areal_dta.rollout.worker_loop import Worker
 from areal_dta.rollout.worker_setup import WorkerSettings
 
 WAIT_S = 10.0

@@ -13,8 +13,7 @@ EOS = 1
 
 def build_hf_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     """A transformers model of ``family`` with random weights large enough for varied greedy output."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     config_class, model_class = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),

@@ -1,4 +1,4 @@
-"""The model thread: steps the scheduler, and between steps does what the event loop asks for (pause, update, abort...)."""
+"""The model thread: steps the scheduler and, between steps, does what the event loop asks for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal_dta.metrics import Publisher
 from areal_dta.nn import DecoderConfig, DecoderWeights, load_decoder
 from areal_dta.rollout.server.scheduler import Scheduler, SchedulerLimits, StepStats
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, Sequence
-from areal_dta.weights import read_manifest, verify
+from areal_dta.weights import folder_digest, read_manifest, verify
 
 __all__ = ["Engine", "EngineDead", "Update"]
 
@@ -115,7 +115,7 @@ class Engine:
         }
 
     def submit(self, request: GenerationRequest) -> asyncio.Future[Completion]:
-        """Queue a request; the future resolves on the calling event loop. Its cancellation does not abort: `cancel` does."""
+        """Queue a request; the future resolves on the calling loop. Cancelling it aborts nothing: `abort` does."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
 
@@ -146,7 +146,7 @@ class Engine:
         def run() -> None:
             try:
                 result.set_result(function())
-            except Exception as error:  # handed to the caller, who asked for it
+            except Exception as error:  # noqa: BLE001 - handed to the caller, who asked for it
                 result.set_exception(error)
 
         self._post(run)
@@ -206,15 +206,16 @@ class Engine:
         return self.call(run)
 
     def read_update(self, folder: Path, weight_version: str | None) -> Update:
-        """Read and verify new weights without touching the running ones; call it off the event loop and the model thread.
+        """Read and verify new weights without touching the running ones; call it off the event loop and the model
+        thread.
 
-        Raises TornWeights, WeightsMismatch, ValueError or OSError; then nothing has changed. Without ``weight_version`` the
-        folder's manifest names the version.
+        Raises TornWeights, WeightsMismatch, ValueError or OSError; then nothing has changed. Without ``weight_version``
+        the folder's manifest names the version, or else its digest does.
         """
         manifest = verify(folder) if read_manifest(folder) is not None else None
         if manifest is not None and weight_version not in (None, manifest.weight_version):
             raise ValueError(f"{folder} holds version {manifest.weight_version}, not {weight_version}")
-        version = weight_version or (manifest.weight_version if manifest else f"disk:{folder.name}:{time.time_ns()}")
+        version = weight_version or (manifest.weight_version if manifest else f"sha256:{folder_digest(folder)[:16]}")
         return Update(load_decoder(folder, self.config, self.dtype, self._device), version)
 
     def apply_update(self, update: Update, abort_running: bool) -> Future[int]:
@@ -230,7 +231,7 @@ class Engine:
         return self.call(run)
 
     def stop(self, timeout_s: float) -> None:
-        """Answer what is under way with abort, end the thread; raises TimeoutError when it does not end in time."""
+        """Answer what is under way with an error, end the thread; raises TimeoutError when it does not end in time."""
         if not self._thread.is_alive():
             return
         self._stopping = True
@@ -254,12 +255,12 @@ class Engine:
                     self._report((self.stats.generated_tokens - generated) / (now - last_report))
                     last_report, generated = now, self.stats.generated_tokens
             self._drain(block=False)
-            self._abort_all("Server is shutting down")
+            self._fail_all("the server is shutting down; send the request to another")
         except BaseException as error:
             # The thread cannot go on with a half-done step: say why, answer everybody, let /health report it.
             log.exception("model thread failed")
             self._error = error
-            self._fail_all(error)
+            self._fail_all(f"the model thread failed: {error!r}")
         self._deliver()
 
     def _drain(self, block: bool) -> None:
@@ -281,10 +282,10 @@ class Engine:
         for loop, items in by_loop.items():
             loop.call_soon_threadsafe(_resolve, items)
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _fail_all(self, why: str) -> None:
         for seqs in list(self._live.values()):
             for seq in list(seqs):
-                seq.fail(f"model thread failed: {error!r}", self._scheduler.version)
+                seq.fail(why, self._scheduler.version)
 
     def _report(self, tokens_per_s: float) -> None:
         s = self._scheduler

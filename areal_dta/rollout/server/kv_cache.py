@@ -1,7 +1,7 @@
 """Which KV pages hold which tokens: a pool of page numbers and a radix tree over page-sized token blocks.
 
-Pure bookkeeping; the tensors live in `paged_attention`. A page in the tree is immutable and may be read by any number of
-sequences; a page outside it belongs to one sequence. The tree holds one weight version only: an update resets it.
+Pure bookkeeping; the tensors live in `paged_attention`. A page in the tree is immutable and may be read by any number
+of sequences; a page outside it belongs to one sequence. The tree holds one weight version only: an update resets it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class KVCache:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
-            raise ValueError(f"{num_pages} KV pages of {page_size} tokens; at least 2 are needed (raise max_total_tokens)")
+            raise ValueError(
+                f"{num_pages} KV pages of {page_size} tokens; at least 2 are needed (raise max_total_tokens)"
+            )
         self.page_size = page_size
         self.num_pages = num_pages - 1  # usable: the null page is not
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))

@@ -1,8 +1,8 @@
 """KV tensors in pages, and attention over them for a batch of sequences with any number of new tokens each.
 
 A prefix that several sequences of the batch share is attended once for all of them (their queries stacked against one
-set of keys) and merged with each sequence's own part by log-sum-exp. Which pages are shared is read off the page tables.
-Exact up to rounding: softmax over a union of key sets from the softmaxes over the parts.
+set of keys) and merged with each sequence's own part by log-sum-exp. Which pages are shared is read off the page
+tables. Exact up to rounding: softmax over a union of key sets from the softmaxes over the parts.
 
 Legend of shape suffixes: T new tokens of the batch, N query heads, K key/value heads, G query heads per key/value head,
 H head dim, B sequences of a group, Q new tokens per sequence (padded), S key slots (padded), P pages.
@@ -37,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Pages that the spans ``members`` all have at ``[first_page, first_page + len(pages))``, before their new tokens."""
+    """The pages that all spans of ``members`` have from ``first_page`` on, before their new tokens."""
 
     members: tuple[int, ...]
     first_page: int

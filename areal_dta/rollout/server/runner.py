@@ -34,9 +34,7 @@ class ModelRunner:
         plan = plan_attention(spans, self.page_size, self.weights.device, shared)
         ids_T = torch.tensor(ids, device=self.weights.device)
         cos_sin = self._rotary(plan.positions_T, plan.max_position)
-        return decode_hidden(
-            self.weights, ids_T, cos_sin, lambda layer, q, k, v: self.kv.attend(plan, layer, q, k, v)
-        )
+        return decode_hidden(self.weights, ids_T, cos_sin, lambda layer, q, k, v: self.kv.attend(plan, layer, q, k, v))
 
     @torch.inference_mode()
     def logits(self, hidden_TD: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""Sampling by position-keyed noise: a token depends on its logits, the request's seed and its position, on nothing else.
+"""Sampling by position-keyed noise: a token depends on its logits, the request's seed and its position, on nothing
+else.
 
-The token at a position is ``argmax(logits / temperature + gumbel(seed, position, token))`` over the admissible tokens, which
-is an exact draw from the softmax. The noise is a hash, so the batch around a request, retractions and resubmissions of
-the same seed do not change what is drawn; a verifier of drafted tokens can ask for the same noise again.
+The token at a position is ``argmax(logits / temperature + gumbel(seed, position, token))`` over the admissible tokens,
+which is an exact draw from the softmax. The noise is a hash, so the batch around a request, retractions and
+resubmissions of the same seed do not change what is drawn; a verifier of drafted tokens can ask for the same noise
+again.
 
 Legend of shape suffixes: B rows of the batch, V vocabulary.
 """
@@ -74,8 +76,8 @@ def gumbel_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch
 def sample(logits_BV: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
-    Returns (tokens int64, log-probs fp32): the log-prob is the token's under ``softmax(logits / temperature)`` (temperature 1
-    for greedy rows), before top-k and top-p cut it, which is what a trainer can recompute.
+    Returns (tokens int64, log-probs fp32): the log-prob is the token's under ``softmax(logits / temperature)``
+    (temperature 1 for greedy rows), before top-k and top-p cut it, which is what a trainer can recompute.
     """
     logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
     scale = [1.0 if r.greedy else r.temperature for r in rows]

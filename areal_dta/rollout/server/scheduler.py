@@ -154,7 +154,7 @@ class Scheduler:
         return work
 
     def _grow(self, seq: Sequence) -> bool:
-        """Make room for the KV of one more token, retracting younger sequences if need be; False: ``seq`` itself went."""
+        """Make room for one more token's KV, retracting younger sequences if need be; False: ``seq`` itself went."""
         while len(seq.table) * self.limits.page_size < len(seq.tokens):
             try:
                 page = self.cache.allocate(1)[0]
@@ -206,7 +206,7 @@ class Scheduler:
         return True
 
     def _computed_soon(self, seq: Sequence, num_matched: int) -> bool:
-        """Whether a running prefill will compute the next page ``seq`` needs: then waiting is cheaper than repeating it."""
+        """Whether a running prefill will compute the next page ``seq`` needs: waiting is cheaper than repeating it."""
         size = self.limits.page_size
         hi = (num_matched + 1) * size
         if hi > seq.max_prefix_hit:
@@ -243,8 +243,11 @@ class Scheduler:
         logits_RV = self._adjust(ready, logits_RV)
         tokens_R, logprobs_R = sample(logits_RV, [seq.sample_row() for seq in ready])
         for seq, token, logprob in zip(ready, tokens_R.tolist(), logprobs_R.tolist(), strict=True):
-            seq.append(token, logprob, self.version)
-            reason = self._finish_reason(seq, token)
+            if seq.request.sampling.max_new_tokens == 0:  # scoring only
+                reason: FinishReason | None = FinishReason("length")
+            else:
+                seq.append(token, logprob, self.version)
+                reason = self._finish_reason(seq, token)
             if reason is not None:
                 self.running.remove(seq)
                 self._release(seq)
@@ -252,7 +255,7 @@ class Scheduler:
         self.stats.generated_tokens += len(ready)
 
     def _adjust(self, ready: list[Sequence], logits_RV: torch.Tensor) -> torch.Tensor:
-        """Frequency penalty, and no stop token before ``min_new_tokens``: both are part of the sampling distribution."""
+        """Frequency penalty, and no stop token before ``min_new_tokens``; the sampling distribution has both."""
         for row, seq in enumerate(ready):
             s = seq.request.sampling
             if s.frequency_penalty and seq.counts:

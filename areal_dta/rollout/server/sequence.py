@@ -68,7 +68,7 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one request. ``input_logprobs``: (log-prob, token) from ``logprob_start`` on; None for the first token."""
+    """The answer to one request. ``input_logprobs``: (log-prob, token) from ``logprob_start`` on; None for token 0."""
 
     request: GenerationRequest
     output_ids: tuple[int, ...]

@@ -1,0 +1,57 @@
+"""Process groups: torch.distributed's default group and Megatron's model-parallel grid."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from areal_dta.engine.settings import ParallelSizes
+
+__all__ = ["init_model_parallel", "init_process_group"]
+
+
+def init_process_group(rank: int, world: int, addr: str, port: int, timeout_s: float = 600.0) -> None:
+    """Join the default group of ``world`` ranks over TCP at ``addr:port`` (rank 0 listens): NCCL on CUDA, gloo otherwise.
+
+    Every collective fails after ``timeout_s`` seconds. Raises ValueError if a default group of another size exists.
+    """
+    if dist.is_initialized():
+        if dist.get_world_size() != world or dist.get_rank() != rank:
+            have = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+            raise ValueError(f"torch.distributed is already {have}; cannot become rank {rank} of {world}")
+        return
+    if addr in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve would stop gloo
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://{addr}:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def init_model_parallel(sizes: ParallelSizes, timeout_s: float = 600.0) -> None:
+    """Set up Megatron's groups once per process: tp varies fastest over ranks, then dp, then pp.
+
+    Raises RuntimeError without a default group, ValueError when sizes do not fit the world or earlier groups.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call areal_dta.engine.init_process_group first")
+    if sizes.world_size != dist.get_world_size():
+        raise ValueError(f"dp={sizes.dp} x tp={sizes.tp} x pp={sizes.pp} is not the world size {dist.get_world_size()}")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            sizes.tp, sizes.pp, distributed_timeout_minutes=max(1, round(timeout_s / 60))
+        )
+    have = (
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if have != (sizes.dp, sizes.tp, sizes.pp):
+        raise ValueError(f"this process already runs (dp, tp, pp)={have}; all policies of a process share one grid")

@@ -1,0 +1,258 @@
+"""A policy: Megatron GPTModel, gradient buffers, ZeRO-1 Adam, weights in and out.
+
+Legend of shapes: S rows of a block, D hidden, J half the head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from areal_dta.engine import checkpoint, cpu, hf
+from areal_dta.engine.attention import BlockContext
+from areal_dta.engine.groups import init_model_parallel
+from areal_dta.engine.head import VocabHead
+from areal_dta.engine.model import build_model
+from areal_dta.engine.rows import GradientSync
+from areal_dta.engine.settings import OptimizerSettings, ParallelSizes, StepResult
+
+__all__ = ["MegatronPolicy"]
+
+
+class MegatronPolicy:
+    """One rank's part of a policy. Every method that communicates must be called by all ranks of the grid.
+
+    Args:
+        hf_path: folder with config.json, tokenizer files and, unless the model shall start at random, safetensors.
+        sizes: process grid; torch.distributed must be initialised with that many ranks.
+        optimizer: Adam settings; None builds gradient buffers without an optimizer (required for float64).
+        dtype: of parameters and activations; gradients are fp32 (fp64 for float64).
+        seed: of Megatron's RNG and, without safetensors, of the initial weights; the same on all ranks.
+        trainable: False builds neither gradient buffers nor optimizer (reference policies).
+
+    Gradients are sums over data-parallel ranks: nothing divides by the number of ranks or tokens.
+    """
+
+    def __init__(
+        self, hf_path: str | Path, sizes: ParallelSizes | None = None, optimizer: OptimizerSettings | None = None,
+        dtype: torch.dtype = torch.float32, seed: int = 0, *, trainable: bool = True, timeout_s: float = 600.0,
+    ) -> None:  # fmt: skip
+        cpu.install()
+        self.hf_path, self.sizes, self.dtype, self.seed = Path(hf_path), sizes or ParallelSizes(), dtype, seed
+        self.optimizer_settings = optimizer
+        if optimizer is not None and (dtype == torch.float64 or not trainable):
+            raise ValueError("an optimizer needs trainable=True and float32 or bfloat16; pass optimizer=None")
+        init_model_parallel(self.sizes, timeout_s)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.shape = hf.read_shape(self.hf_path)
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self.model = build_model(self.shape, self.sizes, dtype).to(self.device)
+        self.num_steps = 0
+        self._reduced = False
+        self._freqs: torch.Tensor | None = None
+        self.ddp = self._wrap() if trainable else None
+        self.optimizer = self._build_optimizer(optimizer) if optimizer else None
+        if hf.TensorReader(self.hf_path):
+            self.load_hf(self.hf_path)
+
+    # ---- construction ----------------------------------------------------------------------------------------------
+
+    def _wrap(self) -> DistributedDataParallel:
+        """Contiguous gradient buffers. Overlapped reduction stays off: a tree has another number of backwards each step."""
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=self.optimizer_settings is not None,
+            grad_reduce_in_fp32=self.dtype != torch.float64,
+            overlap_grad_reduce=False,
+        )
+        return DistributedDataParallel(self.model.config, config, self.model)
+
+    def _build_optimizer(self, settings: OptimizerSettings) -> MegatronOptimizer:
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            clip_grad=settings.gradient_clipping,
+            use_distributed_optimizer=True,
+            bf16=self.dtype == torch.bfloat16,
+            params_dtype=self.dtype,
+        )
+        optimizer = get_megatron_optimizer(config, [self.ddp])
+        for inner in checkpoint.adam_instances(optimizer):
+            for group in inner.param_groups:
+                for param in group["params"]:  # torch's Adam has no state before its first step; a checkpoint needs it
+                    zero = torch.zeros_like
+                    inner.state[param] = {"step": torch.tensor(0.0), "exp_avg": zero(param), "exp_avg_sq": zero(param)}
+        return optimizer
+
+    # ---- where this rank is ----------------------------------------------------------------------------------------
+
+    @property
+    def dp_rank(self) -> int:
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def tp_rank(self) -> int:
+        return int(parallel_state.get_tensor_model_parallel_rank())
+
+    @property
+    def num_local_kv_heads(self) -> int:
+        return self.shape.num_kv_heads // self.sizes.tp
+
+    # ---- computing -------------------------------------------------------------------------------------------------
+
+    def rope_freqs(self, num_positions: int) -> torch.Tensor:
+        """Rotary angles ``[positions, 1, 1, H]`` in fp32 for positions 0 .. at least num_positions-1."""
+        if self._freqs is None or len(self._freqs) < num_positions:
+            self._freqs = self.model.rotary_pos_emb(1 << max(9, (num_positions - 1).bit_length()))
+        return self._freqs
+
+    def block_hidden(self, ids_S: torch.Tensor, block: BlockContext) -> torch.Tensor:
+        """Final-norm hidden states ``[S, D]`` of a block of trie tokens; its keys and values land on the block's stack."""
+        pad = -len(ids_S) % self.sizes.tp if self.sizes.sequence_parallel else 0
+        ids_1S = torch.nn.functional.pad(ids_S, (0, pad)).unsqueeze(0)
+        hidden = self.model.decoder(self.model.embedding(ids_1S, None), attention_mask=block)
+        return self._full_rows(hidden)[: len(ids_S), 0]
+
+    def row_hidden(self, ids_S: torch.Tensor) -> torch.Tensor:
+        """Final-norm hidden states ``[S, D]`` of one whole row, through Megatron's own rotary embedding."""
+        pad = -len(ids_S) % self.sizes.tp if self.sizes.sequence_parallel else 0
+        ids_1S = torch.nn.functional.pad(ids_S, (0, pad)).unsqueeze(0)
+        freqs = self.rope_freqs(ids_1S.shape[1])[: ids_1S.shape[1]]
+        hidden = self.model.decoder(self.model.embedding(ids_1S, None), attention_mask=None, rotary_pos_emb=freqs)
+        return self._full_rows(hidden)[: len(ids_S), 0]
+
+    def _full_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Undo sequence parallelism; what follows computes the same on all ranks, so the gradient is split, not summed."""
+        if not self.sizes.sequence_parallel:
+            return hidden
+        return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+
+    def head_weight(self) -> torch.nn.Parameter:
+        """The output projection of this rank ``[vocab / tp, D]`` (the embedding when tied)."""
+        return self.model.shared_embedding_or_output_weight() if self.shape.tied else self.model.output_layer.weight
+
+    def vocab_head(self) -> VocabHead:
+        weight = self.head_weight()
+        group = parallel_state.get_tensor_model_parallel_group()
+        return VocabHead(weight, getattr(weight, "main_grad", None), self.tp_rank * weight.shape[0], group)
+
+    # ---- gradients and steps ---------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers; required before the first backward of a step."""
+        self._trainable().zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self._reduced = False
+
+    def _trainable(self) -> DistributedDataParallel:
+        if self.ddp is None:
+            raise ValueError("this policy is forward-only; build it with trainable=True")
+        return self.ddp
+
+    def check_accumulating(self) -> None:
+        """Raise RuntimeError when the buffers hold reduced gradients: adding to them would count ranks twice."""
+        self._trainable()
+        if self._reduced:
+            raise RuntimeError("gradients of this step are already reduced over ranks; call zero_grad() before backward()")
+
+    def finish_gradients(self, sync: GradientSync) -> None:
+        """Sum gradients over ranks, once per step: ``sharded`` as the optimizer needs them, ``full`` on every rank, ``none`` later."""
+        if sync == "none":
+            return
+        finalize_model_grads([self._trainable()], force_all_reduce=sync == "full")
+        self._reduced = True
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's gradient buffers by parameter name (views); complete on each rank after sync='full' only."""
+        self._trainable()
+        return {name: param.main_grad for name, param in self.model.named_parameters()}
+
+    def optimizer_step(self, lr: float) -> StepResult:
+        """Clip by the global norm, Adam with ``lr``, gather the updated shards. A non-finite norm skips the update on all ranks."""
+        if self.optimizer is None:
+            raise ValueError("this policy has no optimizer; pass OptimizerSettings")
+        if not self._reduced:
+            raise RuntimeError("optimizer_step() before gradients were reduced; the last backward() needs sync='sharded'")
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return StepResult(ok=False, grad_norm=grad_norm)
+        limit = self.optimizer.config.clip_grad
+        if limit > 0:
+            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), max_norm=limit, total_norm=grad_norm)
+        self.optimizer.step_with_ready_grads()
+        self.num_steps += 1
+        return StepResult(ok=True, grad_norm=grad_norm)
+
+    # ---- weights in and out ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_hf(self, path: str | Path) -> None:
+        """Load Hugging Face weights of the same shape; optimizer moments stay."""
+        reader = hf.TensorReader(path)
+        if not reader:
+            raise FileNotFoundError(f"{path} holds no .safetensors file")
+        for name, param in self.model.named_parameters():
+            part = hf.to_megatron(name, reader, self.shape, self.tp_rank, self.sizes.tp)
+            if part.shape != param.shape:
+                raise ValueError(f"{path}: {name} has shape {tuple(part.shape)}, expected {tuple(param.shape)}")
+            param.copy_(part)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    @torch.no_grad()
+    def save_hf(self, path: str | Path) -> None:
+        """Write a Hugging Face folder (weights in this policy's dtype, config, tokenizer files). All ranks call, rank 0 writes."""
+        folder = Path(path)
+        if self.dp_rank == 0:
+            tensors = self._hf_tensors()
+            if dist.get_rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                hf.write_tensors(folder, tensors)
+                hf.copy_side_files(self.hf_path, folder)
+            else:
+                for _ in tensors:
+                    continue
+        dist.barrier()
+
+    def _hf_tensors(self):  # type: ignore[no-untyped-def]
+        """Yield (Hugging Face name, full tensor), gathering one parameter at a time over the tensor-parallel group."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        for name, param in self.model.named_parameters():
+            parts = [param.detach()]
+            if self.sizes.tp > 1:
+                parts = [torch.empty_like(param) for _ in range(self.sizes.tp)]
+                dist.all_gather(parts, param.detach().contiguous(), group=group)
+            yield from hf.from_megatron(name, parts, self.shape).items()
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write model, Adam moments, RNG and step number to ``path`` atomically; see `areal_dta.engine.checkpoint`."""
+        checkpoint.save(self, Path(path))
+
+    def load_checkpoint(
+        self, path: str | Path, *, model: bool = True, optimizer: bool = True, zero_first_moment: bool = False
+    ) -> None:
+        """Load what `save_checkpoint` wrote, on any grid. ``model=False`` keeps the present weights and takes moments only.
+
+        ``zero_first_moment`` clears Adam's first moment and keeps the second. Raises CheckpointError for a torn or foreign folder.
+        """
+        checkpoint.load(self, Path(path), model=model, optimizer=optimizer, zero_first_moment=zero_first_moment)

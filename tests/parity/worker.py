@@ -1,0 +1,56 @@
+"""One rank of a parity layout: runs every case of that layout in order and writes what happened to each.
+
+    python tests/parity/worker.py LAYOUT RANK PORT FOLDER
+
+Result file ``FOLDER/LAYOUT.RANK.json``: {case: "" | traceback}, rewritten after each case, so that a killed worker leaves what it did.
+After a failure the remaining cases of a multi-rank layout are not run: its collectives no longer match.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+
+from areal_dta.engine import ParallelSizes, init_process_group  # noqa: E402
+from tests.parity import cases_dp, cases_single, cases_tp  # noqa: E402
+from tests.parity.support import Context  # noqa: E402
+
+LAYOUTS = {
+    "single": (ParallelSizes(), cases_single.CASES),
+    "dp2": (ParallelSizes(dp=2), cases_dp.CASES),
+    "tp2": (ParallelSizes(tp=2), cases_tp.CASES),
+    "tp2sp": (ParallelSizes(tp=2, sequence_parallel=True), cases_tp.SP_CASES),
+}
+COLLECTIVE_TIMEOUT_S = 60.0
+
+
+def main(layout: str, rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    sizes, cases = LAYOUTS[layout]
+    init_process_group(rank, sizes.world_size, "127.0.0.1", port, timeout_s=COLLECTIVE_TIMEOUT_S)
+    context = Context(rank, sizes, folder)
+    results: dict[str, str] = {}
+    for case in cases:
+        began = time.perf_counter()
+        try:
+            case(context)
+            results[case.__name__] = ""
+        except Exception:  # a case's failure is its result
+            results[case.__name__] = traceback.format_exc()
+        print(f"{case.__name__}: {'failed' if results[case.__name__] else 'ok'} in {time.perf_counter() - began:.2f} s")
+        (folder / f"{layout}.{rank}.json").write_text(json.dumps(results))
+        if results[case.__name__] and sizes.world_size > 1:
+            break
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
