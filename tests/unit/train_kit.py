@@ -134,7 +134,7 @@ def local_settings(**fields: Any) -> EngineSettings:
 
 
 def ppo_step(engine: DtaTrainEngine, shard: Shard, num_minibatches: int = 1) -> dict[str, float]:
-    """What the trainer does with a shard: log-probs, advantages, one update per minibatch; returns AReaL's statistics."""
+    """What the trainer does with a shard: log-probs, advantages, an update per minibatch; AReaL's statistics."""
     actor = make_actor(engine.config, engine)
     batch = batch_of_shard(shard)
     batch["prox_logp"] = actor.compute_logp([batch])[0]
