@@ -21,7 +21,7 @@ import torch  # noqa: E402
 
 from areal_dta.engine import ParallelSizes, init_process_group  # noqa: E402
 from tests.parity import cases_dp, cases_single, cases_tp  # noqa: E402
-from tests.parity.support import Context  # noqa: E402
+from tests.parity.support import Context, write_models  # noqa: E402
 
 LAYOUTS = {
     "single": (ParallelSizes(), cases_single.CASES),
@@ -35,6 +35,8 @@ COLLECTIVE_TIMEOUT_S = 60.0
 def main(layout: str, rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     sizes, cases = LAYOUTS[layout]
+    if layout == "single":
+        write_models(folder)
     init_process_group(rank, sizes.world_size, "127.0.0.1", port, timeout_s=COLLECTIVE_TIMEOUT_S)
     context = Context(rank, sizes, folder)
     results: dict[str, str] = {}

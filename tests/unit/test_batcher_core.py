@@ -259,24 +259,22 @@ def test_impossible_settings_are_refused_at_start(change, text):
         settings(**change).check()
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(["wait", "drop"]), st.integers(0, 3))
-def test_no_trained_token_is_ever_staler_than_eta(data, policy, eta):
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from(["wait", "drop"]), st.integers(0, 3))
+def test_no_trained_token_is_ever_staler_than_eta(seed, policy, eta):
     """Random interleaving of leases, results in any order (versions between grant and now), steps and publishes."""
+    rng = np.random.default_rng(seed)
     core = make_core(eta=eta, staleness_policy=policy, group_size=2, batch_groups=2)
-    running, step, stuck = [], 0, 0
-    while step < 6 and stuck < 60:
-        stuck += 1
-        running += core.desk.lease("w", data.draw(st.integers(0, 6), label="capacity"))
-        for _ in range(min(len(running), data.draw(st.integers(0, 4), label="finish"))):
-            lease = running.pop(data.draw(st.integers(0, len(running) - 1), label="which"))
+    running, step, idle = [], 0, 0
+    while step < 6 and idle < 60:
+        idle += 1
+        running += core.desk.lease("w", int(rng.integers(0, 7)))
+        rng.shuffle(running)
+        for _ in range(min(len(running), int(rng.integers(0, 5)))):
+            lease = running.pop()
             core.trajectory(trajectory(lease, version=[lease.version, core.ledger.version]))
-        if stuck > 30:  # let everything run to its end: progress must then be possible
-            for lease in running:
-                core.trajectory(trajectory(lease))
-            running = []
         if core.ledger.version >= step and isinstance(core.shard(0, 2, step), Shard):
-            step, stuck = step + 1, 0
+            step, idle = step + 1, 0
             core.published(step, 0)
     assert step == 6, core.shard(0, 2, step)
     status = core.status()

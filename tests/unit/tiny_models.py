@@ -20,7 +20,7 @@ def build_hf_model(family: str, seed: int = 0, **overrides: Any) -> Any:
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
     }[family]
-    settings: dict[str, Any] = dict(
+    settings: dict[str, Any] = dict(  # noqa: C408
         vocab_size=320,
         hidden_size=48,
         intermediate_size=96,

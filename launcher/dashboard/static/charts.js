@@ -128,6 +128,7 @@
       const pad = half || (xs.length > 1 ? 0 : 0.5);
       this.x0 = xs[0] - pad;
       this.x1 = xs[xs.length - 1] + pad;
+      for (const mark of spec.marks || []) [this.x0, this.x1] = [Math.min(this.x0, mark.x), Math.max(this.x1, mark.x)];
       const [low, high] = extent(spec, bins);
       this.yTicks = spec.log ? logTicks(low, high) : niceTicks(low, high, 4);
       if (!spec.log && this.yTicks.length > 1) {
@@ -213,8 +214,7 @@
     }
 
     drawMark(mark) {
-      const x = Math.min(Math.max(mark.x, this.x0), this.x1);
-      const node = svg("circle", { class: "mark", color: mark.color, cx: this.px(x), cy: this.py(mark.y), r: 4.5 }, this.svg);
+      const node = svg("circle", { class: "mark", color: mark.color, cx: this.px(mark.x), cy: this.py(mark.y), r: 4.5 }, this.svg);
       svg("title", { text: mark.label }, node);
     }
 
@@ -265,7 +265,8 @@
           html("span", { class: s.kind === "bar" ? "key" : "key line", color: s.color }), s.label,
           html("span", {}, format(s.values[i], s.unit))));
       if (spec.bars === "stacked") lines.reverse();
-      for (const mark of (spec.marks || []).filter((m) => m.x === bins.xs[i])) {
+      const isLast = i === bins.xs.length - 1;
+      for (const mark of (spec.marks || []).filter((m) => m.x === bins.xs[i] || (isLast && m.x > bins.xs[i]))) {
         lines.push(html("div", {}, html("span", { class: "key mark", color: mark.color }), mark.label, html("span", {}, format(mark.y))));
       }
       if (spec.note && bins.size === 1) for (const [label, text] of spec.note(row)) lines.push(html("div", {}, label, html("span", {}, text)));
