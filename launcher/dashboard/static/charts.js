@@ -201,7 +201,7 @@
         if (value === null || value === undefined) return close();
         const px = this.px(x).toFixed(1), py = this.py(value).toFixed(1);
         if (!open) path += `M${px} ${py}`;
-        else path += series.kind === "step" ? `H${px}V${py}` : `L${px} ${py}`;
+        else path += (series.kind || "").startsWith("step") ? `H${px}V${py}` : `L${px} ${py}`;
         open = true; run += 1; last = [px, py]; first = first || [px, py];
       });
       close();
@@ -210,7 +210,7 @@
       if (series.area && whole) svg("path", { class: "area", color: series.color, d: `${path}V${this.box.bottom}H${first[0]}Z` }, this.svg);
       svg("path", { class: `series ${series.kind || ""}`, color: series.color, d: path }, this.svg);
       for (const [cx, cy] of lone) svg("circle", { class: "dot", color: series.color, cx, cy, r: 2.5 }, this.svg);
-      if (last && series.kind !== "thin") svg("circle", { class: "dot", color: series.color, cx: last[0], cy: last[1], r: 3 }, this.svg);
+      if (last && !(series.kind || "").includes("thin")) svg("circle", { class: "dot", color: series.color, cx: last[0], cy: last[1], r: 3 }, this.svg);
     }
 
     drawMark(mark) {
