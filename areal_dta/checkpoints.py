@@ -55,8 +55,8 @@ class CheckpointStore:
         """All files of ``state.step`` are written: move the folder into place and name it in ``latest.json``."""
         staging, folder = self.staging(state.step), self.folder(state.step)
         (staging / "trainer.json").write_text(json.dumps(asdict(state)))
-        if folder.exists():
-            shutil.rmtree(folder)
+        if folder.exists():  # of an earlier launch: a resumed run trains the step again
+            os.replace(folder, self.root / f"{folder.name}.old.partial")
         os.replace(staging, folder)
         tmp = self.root / "latest.json.partial"
         with tmp.open("w") as file:

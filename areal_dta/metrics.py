@@ -84,7 +84,7 @@ class MetricRecord:
         if not isinstance(wire, Mapping):
             raise MetricError(f"a metric record is a map, got {type(wire).__name__}")
         t, value, step, labels = wire.get("t"), wire.get("value"), wire.get("step"), wire.get("labels") or {}
-        if not _is_number(t):
+        if t is None or not _is_number(t):
             raise MetricError(f"metric field 't' is {t!r}, expected unix seconds")
         for key in ("proc", "name"):
             if not isinstance(wire.get(key), str) or not wire[key]:

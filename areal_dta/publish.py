@@ -15,7 +15,15 @@ from pathlib import Path
 
 from areal_dta.weights import seal_version
 
-__all__ = ["PublishError", "Published", "finish_version", "prune_versions", "publish_until", "publish_version"]
+__all__ = [
+    "PublishError",
+    "Published",
+    "finish_version",
+    "prune_versions",
+    "publish_until",
+    "publish_version",
+    "staging_folder",
+]
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.5
@@ -90,6 +98,14 @@ def publish_until(
                 ) from error
             log.warning("will try again: %s", error)
             time.sleep(RETRY_S)
+
+
+def staging_folder(folder: Path, clean: bool) -> Path:
+    """Where version `folder` is written first; `clean` (the writing rank) clears the debris of a crash."""
+    staging = folder.with_name(f"{folder.name}.partial")
+    if clean:
+        shutil.rmtree(staging, ignore_errors=True)
+    return staging
 
 
 def finish_version(staging: Path, folder: Path, weight_version: str) -> str:

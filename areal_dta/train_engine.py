@@ -31,7 +31,7 @@ from areal_dta.bridge import lr_schedule, optimizer_settings
 from areal_dta.engine import MegatronPolicy, ParallelSizes, PlanSettings, init_process_group, make_engine
 from areal_dta.linear_step import LinearStep, LossFn, WeightFn, flat_mask, pad_values
 from areal_dta.lr_schedule import LrSchedule
-from areal_dta.publish import PublishError, finish_version, publish_until
+from areal_dta.publish import PublishError, finish_version, publish_until, staging_folder
 
 __all__ = ["DtaTrainEngine", "EngineSettings"]
 
@@ -363,7 +363,7 @@ class DtaTrainEngine(TrainEngine):
 
     def save_version(self, path: Path, weight_version: str) -> str:
         """Write HF weights and ``version.json`` to `path`, whole or not at all; returns the digest on rank 0."""
-        staging = path.with_name(path.name + ".partial")
+        staging = staging_folder(path, clean=dist.get_rank() == 0)
         self.policy.save_hf(staging)
         digest = ""
         if dist.get_rank() == 0:

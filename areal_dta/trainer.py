@@ -21,6 +21,7 @@ from pathlib import Path
 import areal_dta.areal_env  # noqa: F401
 
 # isort: split
+import numpy as np
 import torch
 import torch.distributed as dist
 from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
@@ -55,8 +56,14 @@ class Trainer:
         self.timeout_s = self.config.runtime.step_timeout_s
         self.metrics = metrics.init(f"trainer.{rank}", self.plan.metrics)
         self.store = CheckpointStore(run_dir / "checkpoints")
-        with (run_dir / "dataset" / "train.jsonl").open() as file:
-            self.total_steps = self.config.total_steps(sum(1 for line in file if line.strip()))
+        num_items = _num_items(run_dir / "dataset" / "train.jsonl")
+        self.num_eval_items = _num_items(run_dir / "dataset" / "eval.jsonl")
+        self.total_steps = self.config.total_steps(num_items)
+        if self.total_steps < 1:
+            raise ValueError(
+                f"{num_items} training items make no batch of train_dataset.batch_size="
+                f"{self.config.train_dataset.batch_size}; lower it or add items"
+            )
         self.batcher = BatcherLink(self.plan.batcher, f"trainer.{rank}", self.timeout_s)
         self.engine = self._build_engine()
         self.actor = make_actor(self.engine.config, self.engine)
@@ -91,9 +98,12 @@ class Trainer:
         sections = (self.config.recover, self.config.saver)
         steps = [s.freq_steps for s in sections if s.freq_steps]
         seconds = [s.freq_secs for s in sections if s.freq_secs]
-        per_epoch = max(1, self.total_steps // max(1, self.config.total_train_epochs))
-        steps += [s.freq_epochs * per_epoch for s in sections if s.freq_epochs]
+        steps += [s.freq_epochs * self._steps_per_epoch for s in sections if s.freq_epochs]
         return CheckpointSchedule(min(steps, default=None), min(seconds, default=None))
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return max(1, self.total_steps // self.config.total_train_epochs)
 
     # ---- the run ----
 
@@ -162,7 +172,8 @@ class Trainer:
             with span("time/checkpoint", step):
                 self._checkpoint(step)
         self._report(shard, stats, step, compute_s, time.perf_counter() - began)
-        every = self.config.evaluator.freq_steps
+        evaluator = self.config.evaluator
+        every = evaluator.freq_steps or (evaluator.freq_epochs or 0) * self._steps_per_epoch
         if every and (step + 1) % every == 0 and step + 1 < self.total_steps:
             self._evaluate(f"step_{step + 1:06d}", number=step + 1)
 
@@ -188,7 +199,9 @@ class Trainer:
         self.checkpoint_plan.written()
 
     def _evaluate(self, tag: str, number: int) -> None:
-        """Have the evaluation set played greedily; rank 0 asks, the others follow its polls and never time out."""
+        """Have the evaluation set, if there is one, played greedily; rank 0 asks, the others follow its polls."""
+        if not self.num_eval_items:
+            return
         deadline, done, total = time.monotonic() + self.timeout_s, 0, 1
         if self.rank == 0:
             total = self.batcher.eval_start(tag, number)
@@ -223,8 +236,9 @@ class Trainer:
             self.metrics.emit("eval/reward", mean_reward, number, tag=tag)
         log.info("evaluation %s: mean reward %s over %d episodes", tag, mean_reward, episodes)
 
-    def _report_mismatch(self, shard: Shard, logp_T: torch.Tensor, step: int) -> None:
-        found = measure_mismatch(shard, logp_T, step, self.engine.cpu_group, self.engine.data_parallel_group)
+    def _report_mismatch(self, shard: Shard, logp_T: np.ndarray, step: int) -> None:
+        e = self.engine
+        found = measure_mismatch(shard, logp_T, step, e.cpu_group, e.data_parallel_group, e.policy.device)
         if self.rank == 0:
             self.metrics.emit("train/logprob_mismatch_tokens", found.num_tokens, step)
             if found.num_tokens:
@@ -267,6 +281,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _exit_now(1, f"trainer.{args.index} failed: {type(error).__name__}: {' '.join(str(error).split())}")
     log.info("trainer.%d finished", args.index)
     return 0
+
+
+def _num_items(path: Path) -> int:
+    """Lines of a data set; an absent file has none."""
+    if not path.is_file():
+        return 0
+    with path.open() as file:
+        return sum(1 for line in file if line.strip())
 
 
 def _exit_on_signals() -> None:

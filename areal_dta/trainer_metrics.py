@@ -80,7 +80,12 @@ def current_rows(shard: Shard, all_spans_E4: np.ndarray, version: int) -> np.nda
 
 
 def measure_mismatch(
-    shard: Shard, trainer_logp_T: np.ndarray, version: int, world: dist.ProcessGroup | None, dp: dist.ProcessGroup
+    shard: Shard,
+    trainer_logp_T: np.ndarray,
+    version: int,
+    world: dist.ProcessGroup | None,
+    dp: dist.ProcessGroup,
+    device: torch.device,
 ) -> Mismatch:
     """Compare server and trainer log-probs of loss tokens; all ranks must call it.
 
@@ -95,8 +100,8 @@ def measure_mismatch(
     error_T = (
         np.abs(np.asarray(shard.logprobs_T)[token_T] - trainer_logp_T[token_T - 1]) if len(token_T) else np.zeros(1)
     )
-    total = torch.tensor([float(error_T.sum()), float(len(token_T))], dtype=torch.float64)
-    peak = torch.tensor(float(error_T.max()), dtype=torch.float64)
+    total = torch.tensor([float(error_T.sum()), float(len(token_T))], dtype=torch.float64, device=device)
+    peak = torch.tensor(float(error_T.max()), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=dp)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=dp)
     count = int(total[1])

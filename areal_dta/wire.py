@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import numpy as np
 
-__all__ = ["MAX_FRAME_BYTES", "ChannelError", "decode", "decode_header", "encode"]
+__all__ = ["MAX_FRAME_BYTES", "ChannelError", "Reply", "Request", "decode", "decode_header", "encode"]
 
 WIRE_VERSION = 1
 MAX_HEADER_BYTES = 16 << 20
@@ -25,6 +26,24 @@ _ARRAY_DTYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8
 
 class ChannelError(ValueError):
     """A message that cannot be put on, or was not understood from, the wire."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a handler gets. Arrays are read-only views of the received frames; ``client`` is the caller's name."""
+
+    kind: str
+    body: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    client: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a handler returns and a client receives. Received arrays are read-only."""
+
+    body: dict[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def encode(

@@ -20,6 +20,7 @@ from launcher.supervise import LaunchFailed, Stopped, StopSignal, Supervisor
 __all__ = ["Outcome", "execute"]
 
 EXIT_CODES = {"finished": 0, "stopped": 130}
+STATUS_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,31 @@ def _launch(
     try:
         table = ProcessTable(run.log_file, planning.worker_env(config))
         progress = Progress(out, state.total_steps, live, step=state.step)
-        supervisor = Supervisor(config, run, state, table, store, progress, stop_signal)
+
+        def keep_counters() -> None:
+            said = save_batcher_status(plan.batcher, run)
+            if said:
+                progress.say(said)
+
+        supervisor = Supervisor(config, run, state, table, store, progress, stop_signal, keep_counters)
         supervisor.run_to_end(planning.process_table(config, plan, chosen))
     finally:
         store.close()
+
+
+def save_batcher_status(address: str, run: RunDir) -> str | None:
+    """Write the batcher's counters to ``batcher_status.json`` for the summary; on failure, what to tell the user."""
+    from areal_dta.channel import RpcClient, RpcError, RpcTimeout
+    from areal_dta.wire import ChannelError
+
+    client = RpcClient(address, "launcher")
+    try:
+        write_json(run.path / "batcher_status.json", client.call("status", timeout_s=STATUS_TIMEOUT_S).body)
+    except (RpcTimeout, RpcError, ChannelError) as error:
+        return f"the batcher's counters are missing from the summary: {error}"
+    finally:
+        client.close()
+    return None
 
 
 def _summarise(run: RunDir) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from areal_dta.metrics import MetricRecord
 
-__all__ = ["STAGES", "StepRow", "StepTable", "bounding_stage", "mean_stage_seconds", "stage_seconds"]
+__all__ = ["STAGES", "StepRow", "StepTable", "bounding_stage", "mean_stage_seconds", "rank_number", "stage_seconds"]
 
 # In the order in which a step goes through them. The first two are what a trainer waits for.
 STAGES = ("rollout", "batcher", "logprob", "advantages", "update", "publish", "checkpoint")
@@ -34,7 +34,7 @@ class StepRow:
 
     def by_source(self, name: str) -> dict[str, float]:
         """Finite values of ``name`` by rank or process, ordered by rank number."""
-        found = sorted(self.values.get(name, {}).items(), key=lambda item: _rank_number(item[0]))
+        found = sorted(self.values.get(name, {}).items(), key=lambda item: rank_number(item[0]))
         return {source: value for source, value in found if value is not None}
 
     def any(self, name: str) -> float | None:
@@ -54,7 +54,8 @@ class StepRow:
         return sum(found.values()) / replicas if found else None
 
 
-def _rank_number(source: str) -> tuple[int, str]:
+def rank_number(source: str) -> tuple[int, str]:
+    """Sort key of ranks: "10" and "trainer.10" come after "2" and "trainer.2"."""
     digits = source.rpartition(".")[2]
     return (int(digits) if digits.isdigit() else 0, source)
 

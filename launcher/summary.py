@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_dta.metrics import MetricRecord, last_by_label, read_metrics
 from launcher.run_files import RunFiles, read_run_files
-from launcher.steps import STAGES, StepRow, StepTable, bounding_stage, mean_stage_seconds
+from launcher.steps import STAGES, StepRow, StepTable, bounding_stage, mean_stage_seconds, rank_number
 
 __all__ = ["render", "summarise", "summarise_records"]
 
@@ -118,16 +118,14 @@ def _tree_ratio(table: StepTable, trained: Sequence[StepRow]) -> float | None:
 
 
 def _rank_loads(table: StepTable, num_dp_ranks: int | None) -> list[float] | None:
-    """Mean cost by data-parallel rank, as the batcher cut it, else as the trainers report it."""
+    """Mean cost by data-parallel rank, as the batcher cut it, else as the trainers report it, one per rank."""
     for name in ("batch/rank_cost", "train/load"):
         loads: dict[str, list[float]] = {}
         for row in table.ordered():
             for source, value in row.by_source(name).items():
                 loads.setdefault(source, []).append(value)
-        if loads:
-            means = [sum(values) / len(values) for values in loads.values()]
-            replicas = max(1, len(means) // num_dp_ranks) if num_dp_ranks else 1
-            return means[::replicas]
+        if loads and (name.startswith("batch/") or num_dp_ranks in (None, len(loads))):
+            return [sum(loads[source]) / len(loads[source]) for source in sorted(loads, key=rank_number)]
     return None
 
 

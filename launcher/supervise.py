@@ -11,7 +11,7 @@ import select
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -80,6 +80,7 @@ class Supervisor:
         store: MetricsStore,
         progress: Progress,
         stop_signal: StopSignal,
+        before_stop: Callable[[], None] | None = None,
     ) -> None:
         self._config = config
         self._run = run
@@ -88,6 +89,7 @@ class Supervisor:
         self._store = store
         self._progress = progress
         self._signal = stop_signal
+        self._before_stop = before_stop  # while the services still answer
         self._wake_fd: int | None = stop_signal.fd
 
     def run_to_end(self, specs: list[ProcessSpec]) -> None:
@@ -103,7 +105,11 @@ class Supervisor:
             grace_s = 0.0
             raise Stopped("stopped by a second signal, without grace") from None
         finally:
-            self._stop_all(grace_s)
+            try:
+                if self._before_stop is not None and grace_s > 0:
+                    self._before_stop()
+            finally:
+                self._stop_all(grace_s)
 
     def _start_all(self, specs: list[ProcessSpec]) -> None:
         for roles, waits_for in ((BEFORE_ROUTER, ("server",)), (ROUTER, ("router",)), (WORKERS, ())):

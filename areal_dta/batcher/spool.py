@@ -56,6 +56,7 @@ class Spool:
         self._buffer: list[bytes] = []
         self._file: int | None = None
         self._current: Path | None = None
+        self._bare: set[Path] = set()  # segments without any array left: nothing more to strip
 
     def segments(self) -> list[Path]:
         return sorted(self.directory.glob("*.log"))
@@ -70,7 +71,7 @@ class Spool:
         data = path.read_bytes()
         at = len(MAGIC)
         if data[:at] != MAGIC:
-            if not (last and MAGIC.startswith(data)):
+            if not (last and (MAGIC.startswith(data) or not any(data))):
                 raise SpoolError(f"{path} does not start with {MAGIC!r}; it is no spool segment of this version")
             self._truncate(path, 0, len(data))
             return
@@ -137,10 +138,12 @@ class Spool:
         """Rewrite closed segments with every event that `reduce` changes (None: keep it); returns the bytes saved."""
         saved = 0
         for path in self.segments()[:-1]:
-            if path == self._current:
+            if path == self._current or path in self._bare:
                 continue
             events = list(self._read(path, last=False))
             reduced = [reduce(e) for e in events]
+            if not any((r or e).arrays for e, r in zip(events, reduced, strict=True)):
+                self._bare.add(path)
             if all(r is None for r in reduced):
                 continue
             tmp = path.with_suffix(".tmp")

@@ -79,7 +79,7 @@ def _endangered(left: Sequence[tuple[int, int, Group]], last_due: int, step: int
     """
     for index, (due, _, _) in enumerate(left):  # sorted by due step
         if index + 1 > max(0, due - step) * batch_groups and last_due > due:
-            unfinished = [i for _, i, g in left[: index + 1] if g.state is GroupState.OPEN]
+            unfinished = [i for d, i, g in left if d <= due and g.state is GroupState.OPEN]
             if unfinished:
                 return unfinished
     return []

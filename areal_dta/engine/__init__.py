@@ -1,13 +1,13 @@
 """The tree engine: exact training steps over prefix trees on Megatron-core; usable without the rest of the package.
 
-    init_process_group(rank, world, addr, port)
-    policy = MegatronPolicy(hf_path, ParallelSizes(dp=world), OptimizerSettings(lr=1e-5))
-    engine = make_engine("dta", policy)
-    rows = Rows.from_lists(token_lists)
-    values = engine.forward(rows, temperature=1.0)
-    policy.zero_grad()
-    engine.backward(rows, dlogp_T)          # gradient of sum(dlogp * logp), summed over ranks
-    policy.optimizer_step(lr=1e-5)
+init_process_group(rank, world, addr, port)
+policy = MegatronPolicy(hf_path, ParallelSizes(dp=world), OptimizerSettings(lr=1e-5))
+engine = make_engine("dta", policy)
+rows = Rows.from_lists(token_lists)
+values = engine.forward(rows, temperature=1.0)
+policy.zero_grad()
+engine.backward(rows, dlogp_T)          # gradient of sum(dlogp * logp), summed over ranks
+policy.optimizer_step(lr=1e-5)
 """
 
 from areal_dta.engine.checkpoint import CheckpointError

@@ -1,13 +1,15 @@
 """The core-attention module of every layer: a block of trie tokens attends to the current path and to itself.
 
-Megatron's layers hand their ``attention_mask`` argument through unread, so a `BlockContext` travels in it: no global state. Without one,
-the module is plain causal attention on whole rows (the dense reference). In the tree case rotary embedding happens here, by the
-positions of the block's rows (siblings repeat positions), so that embedding, stack and kernel are one autograd node.
+Megatron's layers hand their ``attention_mask`` argument through unread, so a `BlockContext` travels in it: no global
+state. Without one, the module is plain causal attention on whole rows (the dense reference). In the tree case rotary
+embedding happens here, by the positions of the block's rows (siblings repeat positions), so that embedding, stack and
+kernel are one autograd node.
 
-Exactness: the block's keys and values are rows of the stack. Later blocks add their gradients to these rows; the node's backward runs
-after all of them (last in, first out) and returns what they left plus its own part.
+Exactness: the block's keys and values are rows of the stack. Later blocks add their gradients to these rows; the
+node's backward runs after all of them (last in, first out) and returns what they left plus its own part.
 
-Legend: S rows of the block, P rows of the path above it, K = P + S, N query heads, G key/value heads, R = N / G, H head dim.
+Legend: S rows of the block, P rows of the path above it, K = P + S, N query heads, G key/value heads, R = N / G, H
+head dim.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ __all__ = ["BlockContext", "TreeAttention", "chain_mask", "forest_mask"]
 
 @dataclass(frozen=True)
 class BlockContext:
-    """Where a block sits: ``depth`` rows of ``stack`` lie above its ``num_rows`` rows; ``mask_SK`` None means causal without a path."""
+    """Where a block sits: ``depth`` rows of ``stack`` lie above its ``num_rows`` rows.
+
+    ``mask_SK`` is additive; None means causal without a path.
+    """
 
     stack: KVStack
     kernel: AttentionKernel
@@ -45,13 +50,11 @@ def chain_mask(num_rows: int, depth: int, dtype: torch.dtype, device: torch.devi
     return torch.full((num_rows, depth + num_rows), float("-inf"), dtype=dtype, device=device).triu_(depth + 1)
 
 
-def forest_mask(
-    subtree_end_S: torch.Tensor, depth: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def forest_mask(subtree_end_S: torch.Tensor, depth: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Additive mask of a block that branches: row i sees the path and its own ancestors.
 
-    Rows are in depth-first order; ``subtree_end_S[j]`` is one past the last row of j's subtree, relative to the block (it may
-    exceed S). j is i or its ancestor exactly when ``j <= i < subtree_end_S[j]`` (Euler tour).
+    Rows are in depth-first order; ``subtree_end_S[j]`` is one past the last row of j's subtree, relative to the block
+    (it may exceed S). j is i or its ancestor exactly when ``j <= i < subtree_end_S[j]`` (Euler tour).
     """
     row_S = torch.arange(len(subtree_end_S), device=device)
     hidden_SS = (row_S[None, :] > row_S[:, None]) | (row_S[:, None] >= subtree_end_S.to(device)[None, :])
@@ -70,7 +73,13 @@ def _rotate(x_SNH: torch.Tensor, cos_S1J: torch.Tensor, sin_S1J: torch.Tensor) -
 class _TreeAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_SNH: torch.Tensor, k_SGH: torch.Tensor, v_SGH: torch.Tensor, block: BlockContext, layer: int, scale: float
+        ctx: Any,
+        q_SNH: torch.Tensor,
+        k_SGH: torch.Tensor,
+        v_SGH: torch.Tensor,
+        block: BlockContext,
+        layer: int,
+        scale: float,
     ) -> torch.Tensor:
         s, n, h = q_SNH.shape
         g = k_SGH.shape[1]
@@ -105,7 +114,9 @@ class _TreeAttentionFunction(torch.autograd.Function):
 class TreeAttention(torch.nn.Module):
     """Core attention for Megatron's layer spec; heads are those of this tensor-parallel rank. No parameters."""
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_spec_keywords: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, softmax_scale: float | None = None, **_spec_keywords: Any
+    ) -> None:
         super().__init__()
         self.layer = layer_number - 1  # Megatron counts from 1
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)

@@ -1,9 +1,10 @@
 """Training checkpoints through Megatron's dist_checkpointing: written by one grid, loadable on any other.
 
-A folder holds the sharded tensors (model, and fp32 weights and Adam moments in model space), one RNG state per rank and
-``manifest.json``, written last: step number, Adam's step, the size of every file. The folder appears under its name only when
-complete (written beside it, then renamed), and loading verifies the manifest, so a torn one is refused. The files are local and our own;
-Megatron's metadata file inside is torch's format and must not come from an untrusted place.
+A folder holds the sharded tensors (model, and fp32 weights and Adam moments in model space), one RNG state per rank
+and ``manifest.json``, written last: step number, Adam's step, the size of every file. The folder appears under its
+name only when complete (written beside it, then renamed), and loading verifies the manifest, so a torn one is
+refused. The files are local and our own; Megatron's metadata file inside is torch's format and must not come from an
+untrusted place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from safetensors.torch import load_file, save_file
+
+from areal_dta.engine.checkpoint_writer import InProcessSave
 
 if TYPE_CHECKING:
     from areal_dta.engine.megatron import MegatronPolicy
@@ -74,7 +77,7 @@ def save(policy: MegatronPolicy, path: Path) -> None:
         (partial / "state").mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(policy, optimizer=policy.optimizer is not None, is_loading=False)
-    dist_checkpointing.save(state, str(partial / "state"))
+    dist_checkpointing.save(state, str(partial / "state"), InProcessSave())
     save_file(_rng_state(), partial / f"rng_{dist.get_rank()}.safetensors")
     dist.barrier()
     if dist.get_rank() == 0:
@@ -129,7 +132,9 @@ def load(policy: MegatronPolicy, path: Path, *, model: bool, optimizer: bool, ze
         raise CheckpointError(f"{missing} has no optimizer state; pass optimizer=False")
     present = {name: param.detach().clone() for name, param in policy.model.named_parameters()} if not model else {}
     state = dist_checkpointing.load(
-        _sharded_state(policy, optimizer=optimizer, is_loading=True), str(path / "state"), validate_access_integrity=False
+        _sharded_state(policy, optimizer=optimizer, is_loading=True),
+        str(path / "state"),
+        validate_access_integrity=False,
     )
     if model:
         policy.model.load_state_dict(state["model"])
@@ -148,7 +153,7 @@ def load(policy: MegatronPolicy, path: Path, *, model: bool, optimizer: bool, ze
 
 
 def _load_moments(policy: MegatronPolicy, states: dict[str, Any], adam_steps: float, zero_first_moment: bool) -> None:
-    """Copy fp32 weights and moments into this rank's shards; ``step`` is kept outside, Megatron's loader does not know it."""
+    """Copy fp32 weights and moments into this rank's shards; Megatron's loader does not know torch's ``step``."""
     adams = adam_instances(policy.optimizer)
     for adam in adams:
         for param_state in adam.state.values():

@@ -1,15 +1,19 @@
 """Make megatron-core 0.16.1 run on CPU tensors with gloo groups.
 
-Megatron-core assumes CUDA in a handful of places. `install` maps each of them onto the CPU; it must run before a model is built and
-does nothing when CUDA is available. The patches, and what fails without each:
+Megatron-core assumes CUDA in a handful of places. `install` maps each of them onto the CPU; it must run before a
+model is built and does nothing when CUDA is available. The patches, and what fails without each:
 
-1. ``torch.cuda.current_device`` answers the CPU device: about forty allocations use it as ``device=``, the first in the
-   rotary embedding ("Found no NVIDIA driver").
+1. ``torch.cuda.current_device`` answers the CPU device: about forty allocations use it as ``device=``, the first in
+   the rotary embedding ("Found no NVIDIA driver").
 2. ``Tensor.cuda`` is the identity: batches, masks and RNG helpers call it.
-3. ``torch.cuda.synchronize`` and ``empty_cache`` do nothing: point-to-point communication and checkpoint saving call them.
-4. Tensor factories read ``device="cuda"`` as CPU and drop pinned memory: gradient clipping and its norm allocate with the literal.
-5. The RNG tracker's generator is the CPU's: ``model_parallel_cuda_manual_seed`` fails otherwise, and no seed would be deterministic.
-6. ``Tensor.type()`` reports ``torch.cuda.FloatTensor``: the optimizers dispatch on that string and reject "torch.FloatTensor".
+3. ``torch.cuda.synchronize`` and ``empty_cache`` do nothing: point-to-point communication and checkpoint saving call
+   them.
+4. Tensor factories read ``device="cuda"`` as CPU and drop pinned memory: gradient clipping and its norm allocate with
+   the literal.
+5. The RNG tracker's generator is the CPU's: ``model_parallel_cuda_manual_seed`` fails otherwise, and no seed would be
+   deterministic.
+6. ``Tensor.type()`` reports ``torch.cuda.FloatTensor``: the optimizers dispatch on that string and reject
+   "torch.FloatTensor".
 7. Streams and events are inert objects: dispatchers and buffers create them at construction.
 """
 
@@ -26,7 +30,19 @@ from torch.utils._device import _device_constructors
 
 __all__ = ["install"]
 
-_FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "empty_like", "zeros_like", "as_tensor")
+_FACTORIES = (
+    "tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+    "as_tensor",
+)
 _CPU = torch.device("cpu")
 _MARK = "_areal_dta_cpu_shim"
 
@@ -98,7 +114,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _patch_factories() -> None:  # 4
-    _device_constructors()  # cached by torch at first use: it must hold the originals, or `with torch.device(...)` loses its effect
+    _device_constructors()  # torch caches them at first use: without the originals `with torch.device()` has no effect
     for name in _FACTORIES:
         _set(torch, name, _on_cpu(getattr(torch, name)))
 

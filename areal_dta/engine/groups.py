@@ -15,7 +15,7 @@ __all__ = ["init_model_parallel", "init_process_group"]
 
 
 def init_process_group(rank: int, world: int, addr: str, port: int, timeout_s: float = 600.0) -> None:
-    """Join the default group of ``world`` ranks over TCP at ``addr:port`` (rank 0 listens): NCCL on CUDA, gloo otherwise.
+    """Join the default group of ``world`` ranks over TCP at ``addr:port`` (rank 0 listens); NCCL on CUDA, else gloo.
 
     Every collective fails after ``timeout_s`` seconds. Raises ValueError if a default group of another size exists.
     """

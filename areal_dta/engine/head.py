@@ -1,11 +1,14 @@
-"""Vocabulary head on selected positions: log-probs, entropies and their gradient, chunked and vocab-parallel, with temperature.
+"""Vocabulary head on selected positions: log-probs, entropies and their gradient, chunked and vocab-parallel, with
+temperature.
 
-A walk knows its coefficients before it projects a position, and the objective sum(c * logp) + sum(e * entropy) is linear in them. So
-the gradient needs no autograd graph: each chunk of logits is made once, turned into dL/dlogits in place, used for the two products and
-dropped. Nothing of vocabulary size survives a chunk, and the weight's gradient goes straight into its accumulation buffer.
+A walk knows its coefficients before it projects a position, and the objective sum(c * logp) + sum(e * entropy) is
+linear in them. So the gradient needs no autograd graph: each chunk of logits is made once, turned into dL/dlogits in
+place, used for the two products and dropped. Nothing of vocabulary size survives a chunk, and the weight's gradient
+goes straight into its accumulation buffer.
 
-Legend: M positions, E (position, label) pairs, sorted by position (a branching position has several), D hidden, V vocabulary of this rank.
-With p = softmax(z), z = logits / temperature:  d logp_l / dz = onehot(l) - p,  d entropy / dz = -p * (log p + entropy).
+Legend: M positions, E (position, label) pairs, sorted by position (a branching position has several), D hidden, V
+vocabulary of this rank. With p = softmax(z), z = logits / temperature:  d logp_l / dz = onehot(l) - p,  d entropy /
+dz = -p * (log p + entropy).
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ class HeadPairs:
 class _Chunk:
     """Scaled logits of some positions with their global log-sum-exp and the pairs that fall on them."""
 
-    def __init__(self, head: VocabHead, hidden_MD: torch.Tensor, pairs: HeadPairs, lo: int, hi: int, temperature: float):
+    def __init__(
+        self, head: VocabHead, hidden_MD: torch.Tensor, pairs: HeadPairs, lo: int, hi: int, temperature: float
+    ):
         self.lo, self.hi = lo, hi
         self.hidden_MD = hidden_MD[lo:hi]
         logits = torch.nn.functional.linear(self.hidden_MD, head.weight_VD)

@@ -1,7 +1,8 @@
-"""Hugging Face folders: the model's shape, its tensors by Megatron's names for any tensor-parallel size, and writing them back.
+"""Hugging Face folders: the model's shape, its tensors by Megatron's names for any tensor-parallel size, and writing
+them back.
 
-Supported: Qwen3, Qwen2 (2.5) and Llama causal models. Megatron interleaves query, key and value rows per key/value group and stacks
-gate and up projections; a tensor-parallel rank holds whole groups and its part of each of the two.
+Supported: Qwen3, Qwen2 (2.5) and Llama causal models. Megatron interleaves query, key and value rows per key/value
+group and stacks gate and up projections; a tensor-parallel rank holds whole groups and its part of each of the two.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-__all__ = ["ModelShape", "TensorReader", "copy_side_files", "from_megatron", "read_shape", "to_megatron", "write_tensors"]
+__all__ = [
+    "ModelShape",
+    "TensorReader",
+    "copy_side_files",
+    "from_megatron",
+    "read_shape",
+    "to_megatron",
+    "write_tensors",
+]
 
 _ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 _SHARD_BYTES = 4 << 30
@@ -47,7 +56,7 @@ class ModelShape:
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """Read ``config.json`` of a folder. Raises FileNotFoundError or ValueError naming the field that is not supported."""
+    """Read ``config.json`` of a folder. Raises FileNotFoundError, or ValueError naming the unsupported field."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; actor.path must be a Hugging Face model folder")
@@ -94,7 +103,9 @@ def _rope(raw: dict[str, Any], file: Path) -> tuple[float, float | None]:
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind == "llama3" and all(float(scaling.get(k, v)) == v for k, v in fixed.items()):
         return float(theta), float(scaling["factor"])
-    raise ValueError(f"{file}: rope type {kind!r} with {scaling} is not supported; use 'default', or 'llama3' with {fixed}")
+    raise ValueError(
+        f"{file}: rope type {kind!r} with {scaling} is not supported; use 'default', or 'llama3' with {fixed}"
+    )
 
 
 class TensorReader:
@@ -215,7 +226,10 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
         total_bytes += num_bytes
     _write_shard(folder / f"shard-{len(shards):05d}.tmp", shards[-1])
     count = len(shards)
-    files = {i: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+    files = {
+        i: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+        for i in range(1, count + 1)
+    }
     for i, file in files.items():
         (folder / f"shard-{i:05d}.tmp").replace(folder / file)
     if count > 1:
@@ -228,8 +242,8 @@ def _write_shard(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def copy_side_files(source: str | Path, target: Path) -> None:
-    """Copy config.json and tokenizer files: every plain file of ``source`` that holds no weights and no version mark."""
+    """Copy config.json and tokenizer files: every plain file of ``source`` but weights and version marks."""
     for file in sorted(Path(source).iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name != "version.json":
-            if file.resolve() != (target / file.name).resolve():
-                shutil.copyfile(file, target / file.name)
+        wanted = file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name != "version.json"
+        if wanted and file.resolve() != (target / file.name).resolve():
+            shutil.copyfile(file, target / file.name)

@@ -1,8 +1,10 @@
 """Attention of one block against the path's rows and its own, with the log-sum-exp kept for the backward pass.
 
-Two kernels with one contract: the CPU flash kernel of PyTorch, and plain products for every other device (also the slow twin of the first).
+Two kernels with one contract: the CPU flash kernel of PyTorch, and plain products for every other device (also the
+slow twin of the first).
 
-Legend: G key/value heads, R query heads per key/value head, S query rows, K key rows (path, then the block's own), H head dim.
+Legend: G key/value heads, R query heads per key/value head, S query rows, K key rows (path, then the block's own), H
+head dim.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(
-        self, grad_GRSH: torch.Tensor, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor, out_GRSH: torch.Tensor,
-        lse_GRS: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
+        self, grad_GRSH: torch.Tensor, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
+        out_GRSH: torch.Tensor, lse_GRS: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Gradients (GRSH, GKH, GKH) of query, keys and values, given the forward's output and log-sum-exp."""
         ...
@@ -51,8 +53,8 @@ class FlashCPUKernel:
         return out, lse
 
     def backward(
-        self, grad_GRSH: torch.Tensor, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor, out_GRSH: torch.Tensor,
-        lse_GRS: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
+        self, grad_GRSH: torch.Tensor, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
+        out_GRSH: torch.Tensor, lse_GRS: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         r = q_GRSH.shape[1]
         k, v = _shared_heads(k_GKH, r), _shared_heads(v_GKH, r)
@@ -84,8 +86,8 @@ class ProductKernel:
         return (weights @ v_GKH.to(weights.dtype).unsqueeze(1)).to(q_GRSH.dtype), lse_GRS
 
     def backward(
-        self, grad_GRSH: torch.Tensor, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor, out_GRSH: torch.Tensor,
-        lse_GRS: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
+        self, grad_GRSH: torch.Tensor, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
+        out_GRSH: torch.Tensor, lse_GRS: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         weights = (self._scores(q_GRSH, k_GKH, mask_SK, scale) - lse_GRS.unsqueeze(-1)).exp()
         grad = grad_GRSH.to(weights.dtype)

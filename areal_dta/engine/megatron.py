@@ -6,6 +6,7 @@ Legend of shapes: S rows of a block, D hidden, J half the head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -35,19 +36,21 @@ class MegatronPolicy:
     """One rank's part of a policy. Every method that communicates must be called by all ranks of the grid.
 
     Args:
-        hf_path: folder with config.json, tokenizer files and, unless the model shall start at random, safetensors.
+        hf_path: folder with config.json, tokenizer files and safetensors.
         sizes: process grid; torch.distributed must be initialised with that many ranks.
         optimizer: Adam settings; None builds gradient buffers without an optimizer (required for float64).
         dtype: of parameters and activations; gradients are fp32 (fp64 for float64).
-        seed: of Megatron's RNG and, without safetensors, of the initial weights; the same on all ranks.
+        seed: of Megatron's RNG and of random initial weights; the same on all ranks.
         trainable: False builds neither gradient buffers nor optimizer (reference policies).
+        random_init: start from Megatron's initialisation, whatever weights the folder holds.
 
     Gradients are sums over data-parallel ranks: nothing divides by the number of ranks or tokens.
     """
 
     def __init__(
         self, hf_path: str | Path, sizes: ParallelSizes | None = None, optimizer: OptimizerSettings | None = None,
-        dtype: torch.dtype = torch.float32, seed: int = 0, *, trainable: bool = True, timeout_s: float = 600.0,
+        dtype: torch.dtype = torch.float32, seed: int = 0, *, trainable: bool = True, random_init: bool = False,
+        timeout_s: float = 600.0,
     ) -> None:  # fmt: skip
         cpu.install()
         self.hf_path, self.sizes, self.dtype, self.seed = Path(hf_path), sizes or ParallelSizes(), dtype, seed
@@ -55,7 +58,9 @@ class MegatronPolicy:
         if optimizer is not None and (dtype == torch.float64 or not trainable):
             raise ValueError("an optimizer needs trainable=True and float32 or bfloat16; pass optimizer=None")
         init_model_parallel(self.sizes, timeout_s)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         self.shape = hf.read_shape(self.hf_path)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -65,13 +70,13 @@ class MegatronPolicy:
         self._freqs: torch.Tensor | None = None
         self.ddp = self._wrap() if trainable else None
         self.optimizer = self._build_optimizer(optimizer) if optimizer else None
-        if hf.TensorReader(self.hf_path):
+        if not random_init:
             self.load_hf(self.hf_path)
 
-    # ---- construction ----------------------------------------------------------------------------------------------
+    # ---- construction ----
 
     def _wrap(self) -> DistributedDataParallel:
-        """Contiguous gradient buffers. Overlapped reduction stays off: a tree has another number of backwards each step."""
+        """Contiguous gradient buffers. Overlapped reduction stays off: the number of backwards changes each step."""
         config = DistributedDataParallelConfig(
             use_distributed_optimizer=self.optimizer_settings is not None,
             grad_reduce_in_fp32=self.dtype != torch.float64,
@@ -95,12 +100,12 @@ class MegatronPolicy:
         optimizer = get_megatron_optimizer(config, [self.ddp])
         for inner in checkpoint.adam_instances(optimizer):
             for group in inner.param_groups:
-                for param in group["params"]:  # torch's Adam has no state before its first step; a checkpoint needs it
+                for param in group["params"]:  # torch's Adam starts without state, a checkpoint needs it
                     zero = torch.zeros_like
                     inner.state[param] = {"step": torch.tensor(0.0), "exp_avg": zero(param), "exp_avg_sq": zero(param)}
         return optimizer
 
-    # ---- where this rank is ----------------------------------------------------------------------------------------
+    # ---- where this rank is ----
 
     @property
     def dp_rank(self) -> int:
@@ -114,7 +119,7 @@ class MegatronPolicy:
     def num_local_kv_heads(self) -> int:
         return self.shape.num_kv_heads // self.sizes.tp
 
-    # ---- computing -------------------------------------------------------------------------------------------------
+    # ---- computing ----
 
     def rope_freqs(self, num_positions: int) -> torch.Tensor:
         """Rotary angles ``[positions, 1, 1, H]`` in fp32 for positions 0 .. at least num_positions-1."""
@@ -123,11 +128,23 @@ class MegatronPolicy:
         return self._freqs
 
     def block_hidden(self, ids_S: torch.Tensor, block: BlockContext) -> torch.Tensor:
-        """Final-norm hidden states ``[S, D]`` of a block of trie tokens; its keys and values land on the block's stack."""
+        """Final-norm hidden states ``[S, D]`` of a block of trie tokens; its keys and values go to its stack."""
         pad = -len(ids_S) % self.sizes.tp if self.sizes.sequence_parallel else 0
         ids_1S = torch.nn.functional.pad(ids_S, (0, pad)).unsqueeze(0)
         hidden = self.model.decoder(self.model.embedding(ids_1S, None), attention_mask=block)
         return self._full_rows(hidden)[: len(ids_S), 0]
+
+    def check_same_program(self, digest: str) -> None:
+        """Raise RuntimeError unless all tensor-parallel ranks walk the same program (else they would hang)."""
+        if self.sizes.tp == 1:
+            return
+        number = int(digest[:15], 16)
+        extremes = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
+        if extremes.tolist() != [number, -number]:
+            raise RuntimeError(
+                "tensor-parallel ranks were given different rows or coefficients; give all the same shard"
+            )
 
     def row_hidden(self, ids_S: torch.Tensor) -> torch.Tensor:
         """Final-norm hidden states ``[S, D]`` of one whole row, through Megatron's own rotary embedding."""
@@ -138,7 +155,7 @@ class MegatronPolicy:
         return self._full_rows(hidden)[: len(ids_S), 0]
 
     def _full_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Undo sequence parallelism; what follows computes the same on all ranks, so the gradient is split, not summed."""
+        """Undo sequence parallelism; all ranks compute the same from here, so the gradient is split, not summed."""
         if not self.sizes.sequence_parallel:
             return hidden
         return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -152,7 +169,7 @@ class MegatronPolicy:
         group = parallel_state.get_tensor_model_parallel_group()
         return VocabHead(weight, getattr(weight, "main_grad", None), self.tp_rank * weight.shape[0], group)
 
-    # ---- gradients and steps ---------------------------------------------------------------------------------------
+    # ---- gradients and steps ----
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers; required before the first backward of a step."""
@@ -170,10 +187,12 @@ class MegatronPolicy:
         """Raise RuntimeError when the buffers hold reduced gradients: adding to them would count ranks twice."""
         self._trainable()
         if self._reduced:
-            raise RuntimeError("gradients of this step are already reduced over ranks; call zero_grad() before backward()")
+            raise RuntimeError(
+                "gradients of this step are already reduced over ranks; call zero_grad() before backward()"
+            )
 
     def finish_gradients(self, sync: GradientSync) -> None:
-        """Sum gradients over ranks, once per step: ``sharded`` as the optimizer needs them, ``full`` on every rank, ``none`` later."""
+        """Sum gradients over ranks: ``sharded`` for the optimizer, ``full`` on all ranks, ``none``: more follow."""
         if sync == "none":
             return
         finalize_model_grads([self._trainable()], force_all_reduce=sync == "full")
@@ -185,11 +204,13 @@ class MegatronPolicy:
         return {name: param.main_grad for name, param in self.model.named_parameters()}
 
     def optimizer_step(self, lr: float) -> StepResult:
-        """Clip by the global norm, Adam with ``lr``, gather the updated shards. A non-finite norm skips the update on all ranks."""
+        """Clip by the global norm, Adam with ``lr``, gather shards. A non-finite norm skips the update on all ranks."""
         if self.optimizer is None:
             raise ValueError("this policy has no optimizer; pass OptimizerSettings")
         if not self._reduced:
-            raise RuntimeError("optimizer_step() before gradients were reduced; the last backward() needs sync='sharded'")
+            raise RuntimeError(
+                "optimizer_step() before gradients were reduced; the last backward() needs sync='sharded'"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.prepare_grads()
@@ -203,14 +224,14 @@ class MegatronPolicy:
         self.num_steps += 1
         return StepResult(ok=True, grad_norm=grad_norm)
 
-    # ---- weights in and out ----------------------------------------------------------------------------------------
+    # ---- weights in and out ----
 
     @torch.no_grad()
     def load_hf(self, path: str | Path) -> None:
         """Load Hugging Face weights of the same shape; optimizer moments stay."""
         reader = hf.TensorReader(path)
         if not reader:
-            raise FileNotFoundError(f"{path} holds no .safetensors file")
+            raise FileNotFoundError(f"{path} holds no .safetensors file; a random start needs random_init=True")
         for name, param in self.model.named_parameters():
             part = hf.to_megatron(name, reader, self.shape, self.tp_rank, self.sizes.tp)
             if part.shape != param.shape:
@@ -221,7 +242,7 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def save_hf(self, path: str | Path) -> None:
-        """Write a Hugging Face folder (weights in this policy's dtype, config, tokenizer files). All ranks call, rank 0 writes."""
+        """Write a Hugging Face folder (weights, config, tokenizer files). All ranks call, rank 0 writes."""
         folder = Path(path)
         if self.dp_rank == 0:
             tensors = self._hf_tensors()
@@ -234,7 +255,7 @@ class MegatronPolicy:
                     continue
         dist.barrier()
 
-    def _hf_tensors(self):  # type: ignore[no-untyped-def]
+    def _hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor), gathering one parameter at a time over the tensor-parallel group."""
         group = parallel_state.get_tensor_model_parallel_group()
         for name, param in self.model.named_parameters():
@@ -251,8 +272,9 @@ class MegatronPolicy:
     def load_checkpoint(
         self, path: str | Path, *, model: bool = True, optimizer: bool = True, zero_first_moment: bool = False
     ) -> None:
-        """Load what `save_checkpoint` wrote, on any grid. ``model=False`` keeps the present weights and takes moments only.
+        """Load what `save_checkpoint` wrote, on any grid. ``model=False`` keeps the weights and takes moments only.
 
-        ``zero_first_moment`` clears Adam's first moment and keeps the second. Raises CheckpointError for a torn or foreign folder.
+        ``zero_first_moment`` clears Adam's first moment, not the second. Raises CheckpointError for a torn or foreign
+        folder.
         """
         checkpoint.load(self, Path(path), model=model, optimizer=optimizer, zero_first_moment=zero_first_moment)

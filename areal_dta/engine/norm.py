@@ -1,8 +1,8 @@
 """RMSNorm for Megatron's local layer spec.
 
-The stock local spec refuses sequence parallelism (torch's norm does not mark its weight, so its gradient would stay partial on each
-tensor-parallel rank). This one marks the weight, and its backward is a single autograd node: on the CPU small blocks are bound by
-the number of operations.
+The stock local spec refuses sequence parallelism (torch's norm does not mark its weight, so its gradient would stay
+partial on each tensor-parallel rank). This one marks the weight, and its backward is a single autograd node: on the
+CPU small blocks are bound by the number of operations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["RMSNorm"]
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """y = w * x / sqrt(mean(x^2) + eps) over the last dimension; the mean in fp32 or wider, as transformers computes it."""
+    """y = w * x / sqrt(mean(x^2) + eps) over the last dimension; the mean in fp32 or wider, as in transformers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,13 +37,13 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm with Megatron's constructor (config, hidden_size, eps); extra keywords of its specs are ignored."""
+    """Root-mean-square norm with Megatron's constructor (config, hidden_size, eps); its other keywords are ignored."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_spec_keywords: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)
+        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of ``x``; same shape and dtype."""

@@ -1,7 +1,8 @@
-"""The dense engine: every row alone, forward and backward. The slow twin of the tree walk, and ``tree_training_mode=disabled``.
+"""The dense engine: every row alone, forward and backward. The slow twin of the tree walk, and
+``tree_training_mode=disabled``.
 
-It shares the policy with the tree engine and nothing else: Megatron's own rotary embedding, PyTorch's causal attention, log-softmax
-under autograd.
+It shares the policy with the tree engine and nothing else: Megatron's own rotary embedding, PyTorch's causal
+attention, log-softmax under autograd.
 
 Legend: S tokens of a row, D hidden, V vocabulary.
 """
@@ -122,7 +123,11 @@ class DenseEngine:
 
 
 def make_engine(mode: str, policy: MegatronPolicy, settings: PlanSettings | None = None) -> Engine:
-    """The engine for ``tree_training_mode``: ``dta`` walks by ``settings``, ``sparse`` visits the whole tree at once, ``disabled`` is dense."""
+    """The engine for ``tree_training_mode``.
+
+    ``dta`` walks by ``settings``, ``sparse`` visits the whole tree at once, ``disabled`` is dense.
+    Raises ValueError for another mode.
+    """
     if mode == "disabled":
         return DenseEngine(policy)
     if mode == "dta":

@@ -1,8 +1,8 @@
 """Training rows, the per-token values the engines give back, and the checks on what they are given.
 
-Row layout is AReaL's rolled one: index t of a row speaks about token t+1. ``logprobs_T[t]`` is log p(ids[t+1] | ids[..t]) with the
-temperature applied, ``entropy_T[t]`` the entropy of that distribution. A row's last position predicts nothing: it holds 0 in both,
-and whatever coefficient is given there is ignored.
+Row layout is AReaL's rolled one: index t of a row speaks about token t+1. ``logprobs_T[t]`` is log p(ids[t+1] |
+ids[..t]) with the temperature applied, ``entropy_T[t]`` the entropy of that distribution. A row's last position
+predicts nothing: it holds 0 in both, and whatever coefficient is given there is ignored.
 
 Legend: S rows, T tokens of all rows laid end to end.
 """
@@ -22,7 +22,7 @@ GradientSync = Literal["sharded", "full", "none"]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Ragged token rows: ``ids_T`` int32, ``offsets_S1`` from 0 to T, increasing; no row at all is allowed (an empty shard)."""
+    """Ragged token rows: ``ids_T`` int32, ``offsets_S1`` from 0 to T, increasing; an empty shard has no row."""
 
     ids_T: np.ndarray
     offsets_S1: np.ndarray
@@ -57,7 +57,9 @@ class Rows:
         """Raise ValueError if a token id lies outside 0 .. vocab_size-1."""
         if len(self.ids_T) and not 0 <= int(self.ids_T.min()) <= int(self.ids_T.max()) < vocab_size:
             low, high = int(self.ids_T.min()), int(self.ids_T.max())
-            raise ValueError(f"token ids run from {low} to {high}, the model's vocabulary has {vocab_size}; check tokenizer_path")
+            raise ValueError(
+                f"token ids run from {low} to {high}, the model's vocabulary has {vocab_size}; check tokenizer_path"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class RowValues:
 
 @dataclass(frozen=True)
 class WalkStats:
-    """What the last forward or backward computed: tokens of all rows, distinct tokens, blocks, tokens computed twice, wall seconds."""
+    """What the last call computed: tokens of all rows, distinct tokens, blocks, tokens computed twice, wall seconds."""
 
     row_tokens: int = 0
     tree_tokens: int = 0
@@ -95,7 +97,7 @@ class Engine(Protocol):
 
 
 def predicting_positions(rows: Rows) -> np.ndarray:
-    """Flat indices t of all positions that predict a token: every position but each row's last; t+1 is the label's index."""
+    """Flat indices t of all positions that predict a token (t+1): every position but each row's last."""
     keep = np.ones(rows.num_tokens, bool)
     keep[rows.offsets_S1[1:] - 1] = False
     return np.flatnonzero(keep)

@@ -14,14 +14,14 @@ __all__ = ["KVStack"]
 
 
 class KVStack:
-    """Row storage ``k, v`` of shape ``[L, G, C, H]`` in the model's dtype, gradients of the same shape in fp32 or wider.
+    """Row storage ``k, v`` of shape ``[L, G, C, H]`` in the model's dtype, gradients alike in fp32 or wider.
 
     ``with_grad=False`` (a forward-only walk) allocates no gradients.
     """
 
     def __init__(
-        self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device,
-        with_grad: bool,
+        self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype,
+        device: torch.device, with_grad: bool,
     ) -> None:  # fmt: skip
         shape = (num_layers, num_kv_heads, capacity, head_dim)
         grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32

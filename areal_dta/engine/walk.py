@@ -1,11 +1,11 @@
 """The tree engine: the linearised training step over a prefix tree.
 
-Forward-only walk (log-probs, entropies), then, with the loss's coefficients dL/dlogp and dL/dentropy on rows, one depth-first walk that
-computes the exact gradient: a pushed block keeps its autograd graph until its descendants are done, so nothing is computed twice, and
-memory grows with the current path, not with the tree.
+Forward-only walk (log-probs, entropies), then, with the loss's coefficients dL/dlogp and dL/dentropy on rows, one
+depth-first walk that computes the exact gradient: a pushed block keeps its autograd graph until its descendants are
+done, so nothing is computed twice, and memory grows with the current path, not with the tree.
 
-Legend: U trie tokens, E predicting pairs (source token, target token) sorted by source, S tokens of a block, M projected
-positions of a block, T row tokens, D hidden.
+Legend: U trie tokens, E predicting pairs (source token, target token) sorted by source, S tokens of a block, M
+projected positions of a block, T row tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class TreeEngine:
             self._last_tree = _Tree(rows, trie, plan_walk(trie, self.settings))
         return self._last_tree
 
-    # ---- part 1: values --------------------------------------------------------------------------------------------
+    # ---- part 1: values ----
 
     @torch.no_grad()
     def forward(
@@ -112,8 +112,8 @@ class TreeEngine:
     ) -> RowValues:
         """Log-probs (and entropies) of rows, each distinct token computed once. Layout: `areal_dta.engine.rows`.
 
-        ``need_T`` (bool, row layout) limits the work to positions that matter; the others hold 0. Raises ValueError for ids
-        outside the vocabulary.
+        ``need_T`` (bool, row layout) limits the work to positions that matter; the others hold 0. Raises ValueError for
+        ids outside the vocabulary.
         """
         began = time.perf_counter()
         tree = self.tree(rows)
@@ -121,6 +121,7 @@ class TreeEngine:
         keep_t = slice(None) if need_T is None else np.asarray(need_T, bool)[tree.position_t]
         needed_U[tree.source_t[keep_t]] = True
         plan = prune(tree.plan, needed_U)
+        self.policy.check_same_program(plan.digest())
         logp_U = torch.zeros(tree.trie.num_tokens, dtype=self._wide, device=self.policy.device)
         entropy_U = torch.zeros_like(logp_U) if want_entropy else None
         stack, head = self._stack(plan, with_grad=False), self.policy.vocab_head()
@@ -134,8 +135,8 @@ class TreeEngine:
         return values
 
     def _block_values(
-        self, tree: _Tree, block: Block, hidden_SD: torch.Tensor, head: VocabHead, needed_U: np.ndarray, temperature: float,
-        logp_U: torch.Tensor, entropy_U: torch.Tensor | None,
+        self, tree: _Tree, block: Block, hidden_SD: torch.Tensor, head: VocabHead, needed_U: np.ndarray,
+        temperature: float, logp_U: torch.Tensor, entropy_U: torch.Tensor | None,
     ) -> None:  # fmt: skip
         targets = tree.target_E[tree.pair_start_U1[block.start] : tree.pair_start_U1[block.end]]
         sources = tree.trie.parent_U[targets]
@@ -154,7 +155,8 @@ class TreeEngine:
         self, tree: _Tree, keep_t: slice | np.ndarray, logp_U: torch.Tensor, entropy_U: torch.Tensor | None
     ) -> RowValues:
         position_t, source_t, target_t = (
-            torch.from_numpy(index[keep_t]).to(logp_U.device) for index in (tree.position_t, tree.source_t, tree.target_t)
+            torch.from_numpy(index[keep_t]).to(logp_U.device)
+            for index in (tree.position_t, tree.source_t, tree.target_t)
         )
         logprobs_T = torch.zeros(tree.rows.num_tokens, dtype=self._wide, device=logp_U.device)
         logprobs_T[position_t] = logp_U[target_t]
@@ -164,7 +166,7 @@ class TreeEngine:
         entropy_T[position_t] = entropy_U[source_t]
         return RowValues(logprobs_T, entropy_T)
 
-    # ---- part 3: gradient ------------------------------------------------------------------------------------------
+    # ---- part 3: gradient ----
 
     def backward(
         self, rows: Rows, dlogp_T: torch.Tensor, dentropy_T: torch.Tensor | None = None, temperature: float = 1.0, *,
@@ -172,9 +174,9 @@ class TreeEngine:
     ) -> None:  # fmt: skip
         """Add the gradient of ``sum(dlogp * logp + dentropy * entropy)`` to the policy's buffers, then sum over ranks.
 
-        Where ``mask_T`` is false, coefficients count as 0 whatever they hold (NaN included). Subtrees without a coefficient are
-        not walked. ``sync='none'`` when more backwards of the same optimizer step follow. A rank without rows (or with zero
-        coefficients only) walks one token with zero weight and takes part in the reduction.
+        Where ``mask_T`` is false, coefficients count as 0 whatever they hold (NaN included). Subtrees without a
+        coefficient are not walked. ``sync='none'`` when more backwards of the same optimizer step follow. A rank
+        without rows (or with zero coefficients only) walks one token with zero weight and joins the reduction.
         """
         began = time.perf_counter()
         self.policy.check_accumulating()
@@ -186,6 +188,7 @@ class TreeEngine:
         if coef.entropy_U is not None:
             active_U |= coef.entropy_U != 0
         plan = prune(tree.plan, active_U)
+        self.policy.check_same_program(plan.digest())
         if plan.ops:
             self._walk_back(tree, plan, coef, temperature)
         else:
@@ -194,7 +197,11 @@ class TreeEngine:
         self.stats = self._stats(tree, plan, began)
 
     def _coefficients(
-        self, tree: _Tree, dlogp_T: torch.Tensor, dentropy_T: torch.Tensor | None, mask_T: np.ndarray | torch.Tensor | None
+        self,
+        tree: _Tree,
+        dlogp_T: torch.Tensor,
+        dentropy_T: torch.Tensor | None,
+        mask_T: np.ndarray | torch.Tensor | None,
     ) -> _Coefficients:
         dlogp = checked_coefficients("dlogp_T", dlogp_T, tree.rows, mask_T)
         dentropy = checked_coefficients("dentropy_T", dentropy_T, tree.rows, mask_T)
@@ -214,7 +221,13 @@ class TreeEngine:
             hidden_SD.backward(self._hidden_gradient(tree, block, hidden_SD.detach(), head, coef, temperature))
 
     def _hidden_gradient(
-        self, tree: _Tree, block: Block, hidden_SD: torch.Tensor, head: VocabHead, coef: _Coefficients, temperature: float
+        self,
+        tree: _Tree,
+        block: Block,
+        hidden_SD: torch.Tensor,
+        head: VocabHead,
+        coef: _Coefficients,
+        temperature: float,
     ) -> torch.Tensor:
         """dL/dhidden [S, D] of a block's own predictions; zero where no coefficient is."""
         targets = tree.target_E[tree.pair_start_U1[block.start] : tree.pair_start_U1[block.end]]
@@ -244,7 +257,7 @@ class TreeEngine:
         hidden_SD = self.policy.block_hidden(ids, self._context(stack, 0, np.zeros(1, np.int64), None))
         hidden_SD.backward(torch.zeros_like(hidden_SD))
 
-    # ---- blocks ----------------------------------------------------------------------------------------------------
+    # ---- blocks ----
 
     def _run(self, tree: _Tree, block: Block, stack: KVStack) -> torch.Tensor:
         """Hidden states [S, D] of a block; its keys and values become rows of the stack."""

@@ -314,6 +314,7 @@ def parse_args(argv: list[str] | None = None) -> RouterSettings:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30100, help="0: any free port, printed on start")
     parser.add_argument("--api-key")
+    parser.add_argument("--wait-s", type=float, default=120.0, help="how long a request waits for a live server")
     parser.add_argument("--state-file", type=Path, help="remembers the current version across restarts")
     args = parser.parse_args(argv)
     if (args.run is None) == (args.servers is None):
@@ -323,7 +324,14 @@ def parse_args(argv: list[str] | None = None) -> RouterSettings:
     servers = tuple(url.strip().rstrip("/") for url in args.servers.split(",") if url.strip())
     if not servers or not all(urlsplit(u).scheme in ("http", "https") and urlsplit(u).hostname for u in servers):
         parser.error(f"--servers must be URLs like http://127.0.0.1:30000, got {args.servers!r}")
-    return RouterSettings(servers, args.host, args.port, state_file=args.state_file, api_key=args.api_key)
+    return RouterSettings(
+        servers,
+        args.host,
+        args.port,
+        state_file=args.state_file,
+        api_key=args.api_key,
+        no_server_wait_s=args.wait_s,
+    )
 
 
 async def serve(settings: RouterSettings, publisher: metrics.Publisher) -> int:

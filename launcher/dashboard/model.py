@@ -58,8 +58,7 @@ class ProcessView:
     pid: int | None = None
     starts: int = 0
     restarts: int = 0
-    last_t: float = 0.0
-    message: str = ""
+    last_exit: str = ""
 
 
 @dataclass
@@ -146,10 +145,10 @@ class RunModel:
         if not record.name.startswith("process/"):
             return
         view = self._processes.setdefault(name, ProcessView(name))
-        view.last_t, view.message = record.t, record.message or ""
         pid = record.labels.get("pid")
         if record.name == "process/exit":
             view.state = "ended" if record.labels.get("code") == 0 else "died"
+            view.last_exit = record.message or ""
         else:
             view.state, view.pid = "running", pid if isinstance(pid, int) else None
             view.starts += record.name == "process/start"
@@ -176,7 +175,7 @@ class RunModel:
             "ticks": self._ticks(after, complete),
             "evals": sorted(self._evals.values(), key=lambda e: (e["step"] is None, e["step"] or 0)),
             "rejected": dict(sorted(self._rejected.items())),
-            "processes": [asdict(view) for _, view in sorted(self._processes.items())],
+            "processes": self._process_rows(files.state.get("status")),
             "events": self._events[-EVENTS_KEPT:],
         }
 
@@ -248,6 +247,13 @@ class RunModel:
             "bound": bounding_stage(stages),
             "loads": _rounded(row.by_source("batch/rank_cost") or row.by_source("train/load")),
         }
+
+    def _process_rows(self, status: str | None) -> list[dict[str, Any]]:
+        """What the launcher stops at the end of a run, it does not report: then nothing runs any more."""
+        rows = [asdict(view) for _, view in sorted(self._processes.items())]
+        if status in ("finished", "failed", "stopped"):
+            rows = [{**row, "state": "ended" if row["state"] == "running" else row["state"]} for row in rows]
+        return rows
 
     def _ticks(self, after: int, complete_before: int) -> list[dict[str, Any]]:
         """Buckets that changed or whose rates became complete since the page's cursor."""

@@ -71,9 +71,7 @@ class Run:
 
     @classmethod
     def start(cls, run_dir: Path, overrides: list[str]) -> Run:
-        return cls(
-            run_dir, "run", str(CONFIG), *overrides, "--run-dir", str(run_dir), "--json", "--no-progress"
-        )
+        return cls(run_dir, "run", str(CONFIG), *overrides, "--run-dir", str(run_dir), "--json", "--no-progress")
 
     @classmethod
     def resume(cls, run_dir: Path) -> Run:

@@ -1,4 +1,4 @@
-"""A run directory as a real run would leave it, from a seed: 20 steps, 2 ranks, one server that dies, some rejections."""
+"""A run directory as a real run would leave it, from a seed: 20 steps, 2 ranks, a server that dies, rejections."""
 
 from __future__ import annotations
 
@@ -93,11 +93,15 @@ class Story:
         if self.random.random() < 0.4:
             self.rejected[self.random.choice(CAUSES)] += 1
         values = {
-            "batch/reward_mean": reward, "batch/episodes": 72, "batch/rows": 180, "batch/tokens": tokens,
-            "batch/tree_tokens": tokens / noise(11.5, 0.3), "batch/staleness_max": min(step, self.random.choice([1, 1, 2])),
-            "batch/staleness_mean": min(step, 0.7) * self.random.random(), "batch/mixed_version_share": 0.1 * (step > 0),
-            "batch/tree_ratio": noise(11.5, 0.3), "batch/acknowledged": 72 * (step + 1),
-        }  # fmt: skip
+            "batch/reward_mean": reward,
+            "batch/episodes": 72,
+            "batch/tokens": tokens,
+            "batch/tree_tokens": tokens / noise(11.5, 0.3),
+            "batch/tree_ratio": noise(11.5, 0.3),
+            "batch/staleness_max": min(step, self.random.choice([1, 1, 2])),
+            "batch/staleness_mean": min(step, 0.7) * self.random.random(),
+            "batch/mixed_version_share": 0.1 * (step > 0),
+        }
         for name, value in values.items():
             yield self.record("batcher", name, value, step)
         for cause, count in self.rejected.items():
@@ -111,7 +115,7 @@ class Story:
         spans = {"logprob": noise(2.1, 0.1), "advantages": 0.05, "update": noise(4.4, 0.2), "publish": noise(0.6, 0.05)}
         if step % 5 == 4:
             spans["checkpoint"] = 0.8
-        self.t += sum(spans.values())
+        yield from self.rollout(sum(spans.values()), 0.3 + 0.03 * step, step)
         for rank in range(RANKS):
             proc = f"trainer.{rank}"
             yield self.record(proc, "time/wait_batch", wait_s + 0.01 * rank, step)
@@ -121,11 +125,16 @@ class Story:
                 yield self.record(proc, name, value, step)
             yield self.record(proc, "time/step", self.t - began, step)
         loss = {
-            "train/loss": -0.02 + noise(0, 0.006), "train/grad_norm": 0.8 + noise(0, 0.1), "train/lr": 1.5e-4,
-            "train/entropy": 0.9 - 0.02 * step, "train/clip_ratio": 0.03, "train/approx_kl": 0.004,
-            "train/logprob_mismatch_max": 2e-5 * math.exp(noise(0, 0.5)), "train/logprob_mismatch_mean": 2e-7 * math.exp(noise(0, 0.3)),
+            "train/loss": -0.02 + noise(0, 0.006),
+            "train/grad_norm": 0.8 + noise(0, 0.1),
+            "train/lr": 1.5e-4,
+            "train/entropy": 0.9 - 0.02 * step,
+            "train/clip_ratio": 0.03,
+            "train/approx_kl": 0.004,
+            "train/logprob_mismatch_max": 2e-5 * math.exp(noise(0, 0.5)),
+            "train/logprob_mismatch_mean": 2e-7 * math.exp(noise(0, 0.3)),
             "train/logprob_mismatch_tokens": 2100,
-        }  # fmt: skip
+        }
         for name, value in loss.items():
             yield self.record("trainer.0", name, value, step)
 

@@ -37,7 +37,7 @@ def router() -> Iterator[FakeRouter]:
 
 
 def _shards() -> dict[tuple[int, int], Shard | None]:
-    """Three steps for two ranks; step 0 carries the start policy's own log-probs and version 0, as a fresh server would."""
+    """Three steps for two ranks; step 0 carries the start policy's own log-probs and version 0."""
     out: dict[tuple[int, int], Shard | None] = {}
     for step in range(STEPS):
         shard = random_shard(step)

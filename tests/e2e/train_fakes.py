@@ -1,4 +1,4 @@
-"""What stands around a trainer in tests: a batcher and a router that record what they were told, and a run directory."""
+"""What stands around a trainer in tests: a batcher and a router that record, and a run directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 180.0
 
 
 class FakeBatcher:
-    """Serves prepared shards ``(step, rank)`` on a thread of its own; ``None`` means never ready. ``calls`` is the record."""
+    """Serves prepared shards by ``(step, rank)`` on its own thread; a missing one is never ready."""
 
     def __init__(self, shards: dict[tuple[int, int], Shard | None]) -> None:
         self.shards = shards
@@ -35,7 +35,7 @@ class FakeBatcher:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         kinds = ("hello", "shard", "published", "commit", "eval_start", "eval_result", "finish")
-        self._server = RpcServer("tcp://127.0.0.1:0", {kind: self._answer for kind in kinds})
+        self._server = RpcServer("tcp://127.0.0.1:0", dict.fromkeys(kinds, self._answer))
         asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result(10)
         self.address = self._server.address
 
@@ -134,6 +134,7 @@ def write_run(
     """A run directory as the launcher leaves it: 3 steps, a checkpoint every 2, evaluation before and after."""
     (run_dir / "dataset").mkdir(parents=True)
     (run_dir / "model").symlink_to(model)
+    (run_dir / "dataset" / "eval.jsonl").write_text('{"task_id": "a"}\n')
     (run_dir / "dataset" / "train.jsonl").write_text('{"task_id": "a"}\n' * 4)
     given = {
         "experiment_name": "e",

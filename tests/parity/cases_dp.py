@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from safetensors.torch import load_file
 
-from areal_dta.engine import DenseEngine, Engine, TreeEngine
+from areal_dta.engine import DenseEngine, Engine, MegatronPolicy, TreeEngine
 from tests.parity.cases_single import ADAM, reference_coefficients, train
 from tests.parity.support import Context, assert_close, gradients
 from tests.parity.tries import random_rows, subset
@@ -49,21 +49,25 @@ def all_shards_empty_gives_zero(context: Context) -> None:
 
 
 def checkpoint_of_one_rank_continues_on_two(context: Context) -> None:
-    """Moments and step included: two more steps end at the single process's weights; writes a checkpoint for the next layout."""
+    """Moments and step included: two more steps end at the single process's weights. Writes the next layout's start."""
     policy = context.policy(optimizer=ADAM)
     policy.load_checkpoint(context.folder / "checkpoint_single")
     policy.save_checkpoint(context.folder / "checkpoint_dp2")
-    continues_to_the_single_process_weights(policy, context, slice(0, 3) if context.rank == 0 else slice(3, None), "dp2")
+    continues_to_the_single_process_weights(
+        policy, context, slice(0, 3) if context.rank == 0 else slice(3, None), "dp2"
+    )
 
 
 def zero_sharded_steps_from_the_start_equal_one_process(context: Context) -> None:
     """The last rank has no rows in these steps."""
     policy = context.policy(optimizer=ADAM)
     train(policy, range(2), slice(None) if context.rank == 0 else slice(0, 0))
-    continues_to_the_single_process_weights(policy, context, slice(None) if context.rank == 0 else slice(0, 0), "dp2_start")
+    continues_to_the_single_process_weights(
+        policy, context, slice(None) if context.rank == 0 else slice(0, 0), "dp2_start"
+    )
 
 
-def continues_to_the_single_process_weights(policy, context: Context, keep: slice, name: str) -> None:  # type: ignore[no-untyped-def]
+def continues_to_the_single_process_weights(policy: MegatronPolicy, context: Context, keep: slice, name: str) -> None:
     train(policy, range(2, 4), keep)
     target = context.folder / f"continued_{name}"
     policy.save_hf(target)

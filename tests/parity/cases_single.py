@@ -10,8 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_dta.engine import CheckpointError, DenseEngine, MegatronPolicy, OptimizerSettings, ParallelSizes, PlanSettings
-from areal_dta.engine import Rows, TreeEngine, make_engine
+from areal_dta.engine import (
+    CheckpointError,
+    DenseEngine,
+    MegatronPolicy,
+    OptimizerSettings,
+    ParallelSizes,
+    PlanSettings,
+    Rows,
+    TreeEngine,
+    make_engine,
+)
 from areal_dta.engine.kernels import ProductKernel
 from tests.parity.support import FAMILIES, Context, assert_close, coefficients, gradients
 from tests.parity.tries import SHAPES, VOCAB, random_rows
@@ -206,10 +215,12 @@ def same_seed_same_start_without_weights(context: Context) -> None:
     bare = context.folder / "bare"
     bare.mkdir()
     (bare / "config.json").write_text((context.model() / "config.json").read_text())
-    first, again, other = (MegatronPolicy(bare, context.sizes, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (MegatronPolicy(bare, context.sizes, seed=seed, random_init=True) for seed in (1, 1, 2))
     pairs = zip(first.model.parameters(), again.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert not torch.equal(first.head_weight(), other.head_weight())
+    with pytest.raises(FileNotFoundError, match="random_init=True"):
+        MegatronPolicy(bare, context.sizes)
 
 
 def checkpoint_restores_weights_moments_and_step(context: Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -29,6 +30,12 @@ def gradient_equals_dense_and_the_single_process(context: Context) -> None:
             assert_close(got, want, bound, f"{dtype} {plan}")
 
 
+def ranks_with_different_rows_are_told(context: Context) -> None:
+    engine = TreeEngine(context.policy())
+    with pytest.raises(RuntimeError, match="different rows"):
+        engine.forward(random_rows("comb", context.rank))
+
+
 def values_equal_transformers(context: Context) -> None:
     policy = context.policy()
     model = AutoModelForCausalLM.from_pretrained(context.model(), dtype=torch.float32)
@@ -40,7 +47,9 @@ def values_equal_transformers(context: Context) -> None:
         with torch.no_grad():
             log_p = (model(ids[None]).logits[0] / 0.6).log_softmax(-1)[:-1]
         entropy = -(log_p.exp() * log_p).sum(-1)
-        torch.testing.assert_close(values.logprobs_T[lo : hi - 1], log_p.gather(1, ids[1:, None])[:, 0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            values.logprobs_T[lo : hi - 1], log_p.gather(1, ids[1:, None])[:, 0], atol=1e-5, rtol=0
+        )
         torch.testing.assert_close(values.entropy_T[lo : hi - 1], entropy, atol=1e-5, rtol=0)
 
 
@@ -68,6 +77,7 @@ CASES = (
     gradient_equals_dense_and_the_single_process,
     values_equal_transformers,
     hf_round_trip_is_bit_exact,
+    ranks_with_different_rows_are_told,
     checkpoint_of_two_data_parallel_ranks_continues,
 )
 SP_CASES = (gradient_equals_dense_and_the_single_process, checkpoint_of_two_data_parallel_ranks_continues)

@@ -34,12 +34,12 @@ class Context:
 
 
 def write_models(folder: Path) -> None:
-    """One small Hugging Face model per family, weights larger than at initialisation so that attention is not uniform."""
+    """One small Hugging Face model per family, weights large enough that attention is not uniform."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     common = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 256,
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 256,
     }  # fmt: skip
     torch.manual_seed(SEED)
     models = {

@@ -2,9 +2,9 @@
 
     python tests/parity/worker.py LAYOUT RANK PORT FOLDER
 
-Result file ``FOLDER/LAYOUT.RANK.json``: {case: "" | traceback}, rewritten after each case, so that a killed worker leaves what it did.
-After a failure the remaining cases of a multi-rank layout are not run: its collectives no longer match.
-"""
+Result file ``FOLDER/LAYOUT.RANK.json``: {case: "" | traceback}, rewritten after each case, so that a killed worker
+leaves what it did. After a failure the remaining cases of a multi-rank layout are not run: its collectives no longer
+match."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(layout: str, rank: int, port: int, folder: Path) -> None:
         try:
             case(context)
             results[case.__name__] = ""
-        except Exception:  # a case's failure is its result
+        except Exception:  # noqa: BLE001  a case's failure is its result
             results[case.__name__] = traceback.format_exc()
         print(f"{case.__name__}: {'failed' if results[case.__name__] else 'ok'} in {time.perf_counter() - began:.2f} s")
         (folder / f"{layout}.{rank}.json").write_text(json.dumps(results))

@@ -321,21 +321,23 @@ def test_drop_goes_on_and_drops_the_late_episodes_by_cause():
     assert core.status()["lost"] == 0
 
 
-def test_mask_keeps_stale_tokens_as_context_without_loss_and_keep_trains_them():
-    for policy, loss_tokens, staleness in (("mask", 8, 1), ("keep", 16, 3)):
-        core = make_core(eta=1, staleness_policy=policy)
-        for step in range(3):
-            finish_all(core)
-            train(core, step)
-        for lease in core.desk.lease("w", 1000):
-            core.trajectory(trajectory(lease, version=[0, 2]))
-        shards = train(core, 3)
-        if policy == "mask":
-            assert shards[0].num_rows_total == 8
-        pool = core.status()
-        assert pool["max_staleness"] >= staleness or policy == "mask"
-        assert pool["max_staleness"] <= (1 if policy == "mask" else 3)
-        assert loss_tokens
+@pytest.mark.parametrize(("policy", "loss_tokens", "staleness"), [("mask", 8, 0), ("keep", 16, 3)])
+def test_mask_keeps_stale_tokens_as_context_without_loss_and_keep_trains_them(policy, loss_tokens, staleness):
+    core = make_core(eta=1, staleness_policy=policy)
+    leases = core.desk.lease("w", 1000)
+    for lease in leases[:4]:
+        core.trajectory(trajectory(lease))
+    for step in range(3):  # groups 2 and 3 are overtaken three times
+        train(core, step)
+        finish_all(core)
+    for lease in leases[4:]:
+        core.trajectory(trajectory(lease, version=[0, 3]))
+    shards = train(core, 3)
+    assert {key[0] for key in core.ledger.batches[3]} == {2, 3}
+    assert shards[0].num_rows_total == 8
+    assert sum(int(s.loss_mask_T.sum()) for s in shards) == shards[0].num_loss_tokens_total == loss_tokens
+    assert core.status()["max_staleness"] == staleness
+    assert core.status()["mixed_version_share"] == 4 / 16
 
 
 def test_rewards_of_a_trajectory_that_are_not_numbers_are_named():

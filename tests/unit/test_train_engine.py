@@ -137,6 +137,34 @@ class _Done:
     ok, grad_norm = True, 1.0
 
 
+LOSSES: dict[str, dict[str, Any]] = {
+    "rejection": {"rejection_sampling": {"level": "token", "action": "mask", "metric": "ratio", "upper": 1.2}},
+    "rejection_sequence": {
+        "rejection_sampling": {"level": "sequence", "action": "mask", "metric": "kl_k2", "upper": 1.6}
+    },
+    "gspo": {"importance_sampling_level": "sequence"},
+    "dual_clip": {"c_clip": 3.0, "eps_clip_higher": 0.3},
+    "m2po": {"m2_threshold": 0.04},
+    "sapo": {"use_sapo_loss": True, "use_decoupled_loss": False},
+    "on_policy": {"use_decoupled_loss": False, "recompute_logprob": True},
+    "discounted": {"gae_lambda": 0.9, "discount": 0.99, "kl_ctl": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_of_areals_losses_runs_on_the_tree_as_densely_and_on_a_rank_without_rows(model: Path, name: str) -> None:
+    stats = []
+    for mode in ("dta", "disabled"):
+        engine = build_engine(model, local_settings(mode=mode, loss_positions_only=mode == "dta"), **LOSSES[name])
+        stats.append(ppo_step(engine, random_shard(8, num_minibatches=2), 2))
+    for key in ("loss", "grad_norm", "clip_ratio/avg", "importance_weight/avg", "actor_loss/avg"):
+        full = f"ppo_actor/update/{key}"
+        assert stats[0][full] == pytest.approx(stats[1][full], rel=2e-5, abs=1e-6), key
+    assert stats[0]["ppo_actor/update/grad_norm"] > 1e-3
+    empty = ppo_step(engine, make_shard([], []))
+    assert empty["ppo_actor/update/update_successful"] == 0.0
+
+
 def test_a_loss_that_is_not_finite_makes_no_step(model: Path) -> None:
     engine = build_engine(model)
     before = {n: p.detach().clone() for n, p in engine.policy.model.named_parameters()}

@@ -24,7 +24,11 @@ def folder(tmp_path: Path) -> Path:
 def test_what_was_written_is_read_back_and_verified(folder: Path):
     manifest = verify(folder)
     assert manifest.weight_version == "0:1"
-    assert manifest.digest == folder_digest(folder) == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert (
+        manifest.digest
+        == folder_digest(folder)
+        == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    )
     assert all(np.array_equal(v, TENSORS[k]) for k, v in load_file(folder / "model.safetensors").items())
     assert verify(folder, manifest.digest) == manifest
 

@@ -56,14 +56,14 @@
       tile("Training throughput", format(now.tokens_per_s, "tok/s"), "row tokens, last five steps"),
       tile("Bounded by", BOUND_TEXT[now.bound] || "–", boundS === null ? "no finished step yet" : `${format(boundS, "s")} of each step`),
       tile("Tree ratio", format(latest(steps, "tree_ratio") ?? latest(steps, "batch_ratio"), "×"), "row tokens per token computed"),
-      tile("Largest staleness", format(stale), run.staleness_bound === null ? "no bound known" : `bound ${run.staleness_bound}`, over),
+      tile("Largest staleness", format(stale), run.staleness_bound === null ? "no bound known" : `bound ${run.staleness_bound}`, over ? "bad" : ""),
       tile("Episodes", format(now.episodes), now.episodes ? episodeText(now.episode_means) : "none finished yet"),
-      tile("Restarts", format(run.restarts), `${format(rejected)} rejected${run.metrics_dropped ? `, ${format(run.metrics_dropped)} metrics dropped` : ""}`, run.restarts > 0),
+      tile("Restarts", format(run.restarts), `${format(rejected)} rejected${run.metrics_dropped ? `, ${format(run.metrics_dropped)} metrics dropped` : ""}`, run.restarts > 0 ? "warn" : ""),
     ];
   }
 
-  function tile(label, value, note, bad = false) {
-    return html("div", { class: bad ? "tile bad" : "tile" }, html("dt", {}, label), html("dd", { class: "value" }, value), html("dd", { class: "note" }, note));
+  function tile(label, value, note, tone = "") {
+    return html("div", { class: `tile ${tone}` }, html("dt", {}, label), html("dd", { class: "value" }, value), html("dd", { class: "note" }, note));
   }
 
   function remaining(run, steps, done, total) {

@@ -2,8 +2,8 @@
 "use strict";
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
-  const MARGIN = { top: 12, right: 14, bottom: 34, left: 52 };
-  const MIN_BAR_PX = 3;
+  const MARGIN = { top: 24, right: 14, bottom: 34, left: 52 };
+  const MIN_BAR_PX = 5;
 
   // ---- numbers ----
 
@@ -51,6 +51,7 @@
   function svg(tag, attributes = {}, parent = null) {
     const node = document.createElementNS(SVG, tag);
     for (const [key, value] of Object.entries(attributes)) {
+      if (value === undefined) continue;
       if (key === "color") node.style.setProperty("--c", value);
       else if (key === "text") node.textContent = value;
       else node.setAttribute(key, value);
@@ -79,7 +80,7 @@
 
   /* A spec: { group, xLabel, yLabel, xs: [number], time: bool, series: [{label, color, values, kind, unit}],
      marks: [{x, y, label, color}], refs: [{y, label, color}], log: bool, zero: bool, bars: "stacked"|"grouped",
-     strong: (i) => label of the bar that stands out, note: (i) => [[label, text]], title: (i) => text }.
+     strong: (i, size) => label of the bar that stands out in rows i to i + size, note: (i) => [[label, text]] }.
      kind: line (default), step, thin, bar. A null value is a gap. */
   class Chart {
     constructor(holder) {
@@ -135,7 +136,10 @@
         const step = this.yTicks[1] - this.yTicks[0];
         this.y0 = Math.min(low, this.yTicks[0]);
         this.y1 = Math.max(high, this.yTicks[this.yTicks.length - 1]);
-        if (this.y1 - this.yTicks[this.yTicks.length - 1] > step * 0.35) this.yTicks.push((this.y1 = this.yTicks[this.yTicks.length - 1] + step));
+        if (this.y1 - this.yTicks[this.yTicks.length - 1] > step * 0.35) {
+          this.y1 = Math.round((this.yTicks[this.yTicks.length - 1] + step) / step) * step;
+          this.yTicks.push(this.y1);
+        }
       } else [this.y0, this.y1] = [low, high];
       this.px = (x) => box.left + ((x - this.x0) / (this.x1 - this.x0 || 1)) * (box.right - box.left);
       const f = spec.log ? (y) => Math.log10(Math.max(y, low)) : (y) => y;
@@ -150,7 +154,7 @@
         svg("line", { class: "grid", x1: box.left, x2: box.right, y1: at, y2: at }, this.svg);
         svg("text", { x: box.left - 8, y: at + 4, "text-anchor": "end", text: spec.log ? format(y).replace("1.0e", "1e") : format(y) }, this.svg);
       }
-      const base = Math.round(this.py(spec.log ? this.y0 : Math.max(this.y0, Math.min(0, this.y1)))) + 0.5;
+      const base = Math.round(this.py(!spec.log && this.y0 < 0 && this.y1 > 0 ? 0 : this.y0)) + 0.5;
       svg("line", { class: "base", x1: box.left, x2: box.right, y1: base, y2: base }, this.svg);
       const count = Math.max(2, Math.floor((box.right - box.left) / 70));
       const low = Math.max(this.x0, this.bins.xs[0]), high = Math.min(this.x1, this.bins.xs[this.bins.xs.length - 1]);
@@ -159,7 +163,7 @@
         svg("text", { x: this.px(x), y: box.bottom + 15, "text-anchor": "middle", text: spec.time ? clock(x) : format(x) }, this.svg);
       }
       svg("text", { class: "axis", x: box.right, y: box.bottom + 30, "text-anchor": "end", text: spec.xLabel }, this.svg);
-      svg("text", { class: "axis", x: box.left - 44, y: box.bottom + 30, text: spec.yLabel }, this.svg);
+      svg("text", { class: "axis", x: 0, y: 10, text: spec.yLabel }, this.svg);
     }
 
     drawRef(ref) {
@@ -174,7 +178,7 @@
       const slot = (this.box.right - this.box.left) / xs.length, gap = slot > 8 ? Math.min(slot * 0.24, 10) : slot > 3 ? 1 : 0;
       const room = slot - gap, stacked = this.spec.bars === "stacked";
       xs.forEach((x, i) => {
-        const strong = this.spec.strong ? this.spec.strong(this.bins.index[i]) : null;
+        const strong = this.spec.strong ? this.spec.strong(this.bins.index[i], this.bins.size) : null;
         let below = 0;
         bars.forEach((series, k) => {
           const value = series.values[i];
@@ -259,7 +263,7 @@
     }
 
     fillTip(i) {
-      const { bins, spec } = this, row = bins.index[i], strong = spec.strong ? spec.strong(row) : null;
+      const { bins, spec } = this, row = bins.index[i], strong = spec.strong ? spec.strong(row, bins.size) : null;
       const lines = bins.series.filter((s) => s.values[i] !== null && s.values[i] !== undefined).map((s) =>
         html("div", { class: strong === s.label ? "strong" : "" },
           html("span", { class: s.kind === "bar" ? "key" : "key line", color: s.color }), s.label,
@@ -275,7 +279,7 @@
       this.tip.replaceChildren(html("b", {}, where), ...lines);
       const x = this.px(bins.xs[i]), wide = this.tip.offsetWidth, right = x + 12 + wide <= this.holder.clientWidth;
       this.tip.style.left = `${Math.max(0, right ? x + 12 : x - 12 - wide)}px`;
-      this.tip.style.top = `${MARGIN.top}px`;
+      this.tip.style.top = "4px";
     }
   }
 
@@ -286,7 +290,8 @@
     const starts = [];
     for (let i = 0; i < spec.xs.length; i += size) starts.push(i);
     const mean = (values, i) => {
-      const known = values.slice(i, i + size).filter((v) => v !== null && v !== undefined);
+      const part = values.slice(i, i + size), absent = spec.bars === "stacked" ? 0 : null; // a stage that did not run took no time
+      const known = part.map((v) => v ?? absent).filter((v) => v !== null);
       return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
     };
     return {

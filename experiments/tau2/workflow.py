@@ -1,0 +1,171 @@
+"""AReaL workflow for tau2-bench: one episode per call, every assistant turn exported as its own training row.
+
+Legend of shape suffixes: N turns, L longest row.
+"""
+
+from __future__ import annotations
+
+import areal_dta.areal_env  # noqa: F401
+
+# isort: split
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from areal.api import InferenceEngine, ModelRequest, RolloutWorkflow
+from areal.api.cli_args import GenerationHyperparameters
+
+from experiments.tau2.chat import ChatRenderer
+from experiments.tau2.domains import DOMAINS
+from experiments.tau2.episode import EpisodeLimits, Sample, TokenEpisode, Turn
+
+__all__ = ["Tau2Workflow", "WorkflowSettings", "turns_to_rows"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkflowSettings:
+    """The keys of ``econfig`` that the workflow reads.
+
+    ``turn_discount`` multiplies the reward once per turn before the last; ``invalid_format_penalty`` is taken from the training
+    reward (not from ``episode_reward``) when a tool call could not be parsed; ``threads`` run tau2's blocking code, each piece
+    of which must end within ``step_timeout_s`` seconds; ``template_args`` go to the chat template.
+    """
+
+    domain: str = "mock"
+    max_steps: int = 100
+    max_errors: int = 10
+    user_patience: int = 1
+    turn_discount: float = 1.0
+    invalid_format_penalty: float = 0.0
+    threads: int = 4
+    step_timeout_s: float = 300.0
+    template_args: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, econfig: Mapping[str, Any] | None) -> WorkflowSettings:
+        """Read and check; keys of other readers (``split``, AReaL's user-model keys set to null) are left alone."""
+        given = dict(econfig or {})
+        if given.get("user_llm"):
+            raise ValueError(
+                f"econfig.user_llm={given['user_llm']!r}: only the scripted user is available; set user_llm to null"
+            )
+        settings = cls(**{name: given[name] for name in cls.__dataclass_fields__ if given.get(name) is not None})
+        if settings.domain not in DOMAINS:
+            raise ValueError(f"econfig.domain={settings.domain!r} is unknown; choose one of {', '.join(DOMAINS)}")
+        for name in ("max_steps", "max_errors", "threads", "step_timeout_s"):
+            if getattr(settings, name) <= 0:
+                raise ValueError(f"econfig.{name}={getattr(settings, name)} must be positive")
+        if not 0.0 < settings.turn_discount <= 1.0:
+            raise ValueError(f"econfig.turn_discount={settings.turn_discount} must lie in (0, 1]")
+        return settings
+
+
+class Tau2Workflow(RolloutWorkflow):
+    """Runs tau2 episodes against any AReaL inference engine.
+
+    ``data`` names the task (``domain``, ``task_id``), and may hold ``_seed`` (fixes all sampling of the episode) and ``_greedy``
+    (an evaluation episode: ``eval_gconfig``, greedy). The model may be any with a chat template that shows tool calls as
+    ``<tool_call>{json}</tool_call>``.
+    """
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer_path: str,
+        econfig: Mapping[str, Any] | None = None,
+        eval_gconfig: GenerationHyperparameters | None = None,
+    ) -> None:
+        self.settings = WorkflowSettings.of(econfig)
+        self._renderer = ChatRenderer.load(tokenizer_path, dict(self.settings.template_args or {}))
+        stop_ids = sorted({*gconfig.stop_token_ids, self._renderer.eos_id})
+        self._gconfig = gconfig.new(n_samples=1, stop_token_ids=stop_ids)
+        self._eval_gconfig = (eval_gconfig or gconfig).new(n_samples=1, stop_token_ids=stop_ids, greedy=True)
+        self._pool = ThreadPoolExecutor(self.settings.threads, thread_name_prefix="tau2")
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any]:
+        """One episode as AReaL's padded tensors; raises what tau2, the evaluator or the engine raise.
+
+        ``input_ids``, ``attention_mask``, ``loss_mask``, ``logprobs``, ``versions`` are [N, L], ``rewards`` [N]; also
+        ``episode_reward`` [N] (tau2's own number) and ``num_turns`` [N].
+        """
+        gconfig = self._eval_gconfig if data.get("_greedy") else self._gconfig
+        seed = int(data.get("_seed", 0))
+        episode = await self._in_thread(lambda: self._new_episode(data, gconfig))
+        prompt = await self._in_thread(episode.start)
+        while prompt is not None:
+            request = ModelRequest(
+                rid=uuid.uuid4().hex,
+                input_ids=prompt,
+                gconfig=gconfig.new(),
+                metadata={"sampling_seed": turn_seed(seed, len(episode.turns))},
+            )
+            response = await engine.agenerate(request)
+            sample = Sample(response.output_tokens, response.output_logprobs, response.output_versions)
+            prompt = await self._in_thread(lambda sample=sample: episode.feed(sample))
+        outcome = await self._in_thread(episode.outcome)
+        penalty = self.settings.invalid_format_penalty if episode.num_invalid_calls else 0.0
+        return turns_to_rows(episode.turns, outcome.reward, self.settings.turn_discount, penalty)
+
+    def _new_episode(self, data: Mapping[str, Any], gconfig: GenerationHyperparameters) -> TokenEpisode:
+        limits = EpisodeLimits(
+            max_steps=self.settings.max_steps,
+            max_errors=self.settings.max_errors,
+            max_tokens=gconfig.max_tokens,
+            user_patience=self.settings.user_patience,
+        )
+        return TokenEpisode(
+            str(data.get("domain", self.settings.domain)), str(data["task_id"]), self._renderer, limits
+        )
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run blocking tau2 code in the bounded pool; raises TimeoutError naming the limit."""
+        timeout_s = self.settings.step_timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._pool, work), timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"tau2 did not finish a step within econfig.step_timeout_s={timeout_s:g} s; raise it or econfig.threads"
+            ) from error
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """31-bit sampling seed of one turn, fixed by the episode's seed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=4).digest(), "big") & 0x7FFFFFFF
+
+
+def turns_to_rows(
+    turns: list[Turn], reward: float, turn_discount: float = 1.0, penalty: float = 0.0
+) -> dict[str, torch.Tensor]:
+    """AReaL's padded dict from an episode's turns: row n is turn n's full context and its own tokens, loss on those alone.
+
+    Row n's reward is ``(reward - penalty) * turn_discount ** (N - 1 - n)``. Raises ValueError without any turn.
+    """
+    if not turns:
+        raise ValueError("the episode has no turn: its first prompt fills gconfig.max_tokens; raise gconfig.max_tokens")
+    num_turns, max_len = len(turns), max(len(t.prompt) + len(t.sample.ids) for t in turns)
+    rows = {
+        "input_ids": torch.zeros(num_turns, max_len, dtype=torch.int32),
+        "attention_mask": torch.zeros(num_turns, max_len, dtype=torch.bool),
+        "loss_mask": torch.zeros(num_turns, max_len, dtype=torch.int32),
+        "logprobs": torch.zeros(num_turns, max_len, dtype=torch.float32),
+        "versions": torch.full((num_turns, max_len), -1, dtype=torch.int32),
+    }
+    for n, turn in enumerate(turns):
+        start, end = len(turn.prompt), len(turn.prompt) + len(turn.sample.ids)
+        rows["input_ids"][n, :end] = torch.tensor([*turn.prompt, *turn.sample.ids], dtype=torch.int32)
+        rows["attention_mask"][n, :end] = True
+        rows["loss_mask"][n, start:end] = 1
+        rows["logprobs"][n, start:end] = torch.tensor(turn.sample.logprobs, dtype=torch.float32)
+        rows["versions"][n, start:end] = torch.tensor(turn.sample.versions, dtype=torch.int32)
+    discounts = turn_discount ** torch.arange(num_turns - 1, -1, -1, dtype=torch.float32)
+    rows["rewards"] = (reward - penalty) * discounts
+    rows["episode_reward"] = torch.full((num_turns,), reward, dtype=torch.float32)
+    rows["num_turns"] = torch.full((num_turns,), num_turns, dtype=torch.int32)
+    return rows

@@ -1,0 +1,212 @@
+"""The event log: replay equals what ran, a restart keeps every promise, a resume trains each episode once per
+lineage.
+"""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from areal_dta.batcher.core import Refusal
+from areal_dta.batcher.ledger import Event, LedgerError, without_arrays
+from areal_dta.records import pack
+from tests.unit.batcher_kit import Clock, finish_all, make_core, train, trajectory
+
+
+def wire(event: Event) -> Event:
+    """As the log would return it: tuples become lists."""
+    return Event(event.kind, msgpack.unpackb(msgpack.packb(dict(event.body))), event.arrays)
+
+
+class Run:
+    """A run whose batcher can be killed (`restart`) and which can be resumed from a checkpoint (`resume`)."""
+
+    def __init__(self, **changes):
+        self.changes, self.log, self.epoch, self.resume_step = changes, [], 0, None
+        self.core = make_core(**changes)
+        self.save()
+
+    def save(self):
+        self.log += [wire(e) for e in self.core.take_events()]
+
+    def restart(self):
+        self.core = make_core(epoch=self.epoch, resume_step=self.resume_step, log=self.log, **self.changes)
+        self.save()
+
+    def resume(self, step):
+        self.epoch, self.resume_step = self.epoch + 1, step
+        self.restart()
+
+
+def snapshot(core):
+    status = core.status()
+    for transient in ("refused", "eval_failures", "in_flight"):
+        del status[transient]
+    groups = {
+        g.group_id: (g.state, [(s.episode and s.episode.key, s.failed) for s in g.samples])
+        for g in core.ledger.groups.values()
+    }
+    return status, groups, core.ledger.batches
+
+
+@hypothesis_settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_a_kill_at_any_point_changes_nothing_and_every_episode_is_trained_at_most_once(seed):
+    rng = np.random.default_rng(seed)
+    run, running, step = Run(max_attempts=2, eta=1), [], 0
+    for _ in range(60):
+        core = run.core
+        action = rng.integers(0, 8)
+        if action <= 2:
+            running += core.desk.lease("w", int(rng.integers(1, 5)))
+        elif action <= 4 and running:
+            lease = running.pop(int(rng.integers(len(running))))
+            if rng.random() < 0.2:
+                core.desk.reject(lease.lease_id, "raised")
+            else:
+                core.trajectory(trajectory(lease))
+                if rng.random() < 0.3:
+                    assert core.trajectory(trajectory(lease)).status in ("duplicate", "rejected")
+        elif action == 5 and core.ready(step):
+            train(core, step)
+            step += 1
+            if rng.random() < 0.3:
+                core.commit(step - 1, "ckpt")
+        elif action == 6:
+            run.save()
+            before = snapshot(core)
+            run.restart()
+            assert snapshot(run.core) == before
+        elif action == 7 and rng.random() < 0.3:
+            run.save()
+            run.resume(run.core.ledger.committed_step if run.core.ledger.committed_step >= 0 else None)
+            step, running = run.core.ledger.next_step, []
+        run.save()
+    status = run.core.status()
+    assert (status["lost"], status["duplicated"]) == (0, 0)
+    assert status["acknowledged"] == status["trained"] + status["pooled"] + sum(status["dropped"].values())
+    assert status["max_staleness"] <= 1
+
+
+def test_a_lease_granted_before_the_restart_is_honoured_after_it():
+    run = Run()
+    lease, other = run.core.desk.lease("w", 2)
+    run.save()
+    run.restart()
+    assert run.core.desk.heartbeat("w", [lease.lease_id, other.lease_id]) == []
+    assert run.core.trajectory(trajectory(lease)).status == "accepted"
+    assert run.core.trajectory(trajectory(lease)).status == "duplicate"
+    assert {x.group_id for x in run.core.desk.lease("w", 2)} == {1}  # the other one is still out
+
+
+def test_after_a_restart_the_shards_of_the_last_step_are_rebuilt_alike():
+    run = Run(num_minibatches=2)
+    for step in range(3):
+        finish_all(run.core)
+        shards = train(run.core, step)
+    run.save()
+    run.restart()
+    for rank, before in enumerate(shards):
+        plain, arrays = pack(run.core.shard(rank, 2, 2))
+        assert plain == pack(before)[0]
+        for name, array in pack(before)[1].items():
+            np.testing.assert_array_equal(arrays[name], array)
+    with pytest.raises(Refusal, match="step 0 is no longer kept"):
+        run.core.shard(0, 2, 0)
+
+
+def test_a_resume_returns_later_batches_to_the_pool_and_keeps_earlier_ones_trained():
+    run = Run(eta=1)
+    for step in range(4):
+        finish_all(run.core)
+        train(run.core, step)
+        if step == 1:
+            run.core.commit(1, "step_1")
+    run.save()
+    batches = dict(run.core.ledger.batches)
+    run.resume(1)
+    status = run.core.status()
+    assert (status["step"], status["version"], status["epoch"]) == (2, 2, 1)
+    assert (status["trained"], status["lost"], status["duplicated"]) == (8, 0, 0)
+    position = status["position"]
+    for step in (2, 3):
+        train(run.core, step)
+        assert run.core.ledger.batches[step] == batches[step]
+    assert run.core.status()["position"] == position
+    run.resume(None)
+    assert run.core.status()["step"] == 0
+    assert run.core.status()["lost"] == 0
+
+
+def test_leases_of_the_previous_launch_are_free_after_a_resume_and_the_bound_starts_at_the_checkpoint():
+    run = Run(eta=0)
+    run.core.desk.lease("w", 100)
+    run.save()
+    run.resume(None)
+    leases = run.core.desk.lease("w", 100)
+    assert [(x.group_id, x.sample, x.epoch) for x in leases] == [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
+
+
+def test_covered_trajectories_can_lose_their_arrays_without_changing_the_accounts():
+    run = Run()
+    for step in range(2):
+        finish_all(run.core)
+        train(run.core, step)
+    run.core.commit(0, "step_0")
+    run.save()
+    before = snapshot(run.core)
+    stripped = [
+        e.kind == "traj" and not run.core.ledger.needs_arrays((e.body["group_id"], e.body["sample"])) for e in run.log
+    ]
+    assert 0 < sum(stripped) < sum(e.kind == "traj" for e in run.log)
+    run.log = [wire(without_arrays(e)) if drop else e for e, drop in zip(run.log, stripped, strict=True)]
+    run.restart()
+    assert snapshot(run.core) == before
+    run.resume(0)
+    assert run.core.ready(1)
+    train(run.core, 1)
+    assert run.core.status()["lost"] == 0
+
+
+def test_evaluation_results_survive_a_restart_and_those_of_undone_versions_a_resume_forgets():
+    run = Run()
+    run.core.eval_start("v0", 0)
+    run.core.eval_start("v9", 9)
+    lease = run.core.desk.lease("w", 1)[0]
+    run.core.trajectory(trajectory(lease, reward=0.5))
+    run.save()
+    run.restart()
+    assert run.core.eval_result("v0")["done"] == 1
+    assert run.core.desk.lease("w", 1)[0].group_id == 1
+    run.save()
+    run.resume(None)
+    assert run.core.eval_result("v0")["mean_reward"] == 0.5
+    with pytest.raises(Refusal):
+        run.core.eval_result("v9")
+
+
+def test_a_log_of_other_settings_or_a_later_launch_is_refused_with_the_key():
+    run = Run()
+    with pytest.raises(LedgerError, match="group_size=2, the config now says 3"):
+        make_core(log=run.log, group_size=3, epoch=1)
+    with pytest.raises(LedgerError, match="unknown kind 'nonsense'"):
+        make_core(log=[Event("nonsense", {})])
+    run.resume(None)
+    with pytest.raises(Refusal, match="belongs to launch 1"):
+        make_core(log=run.log, epoch=0)
+
+
+def test_groups_restart_their_time_out_after_a_restart():
+    clock = Clock()
+    run = Run(clock=clock, group_timeout_s=50)
+    run.core.desk.lease("w", 2)
+    run.save()
+    clock.now_s += 49
+    run.restart()
+    clock.now_s += 49
+    run.core.desk.tick()
+    assert run.core.status()["open_groups"] == 1
