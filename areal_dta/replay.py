@@ -43,6 +43,7 @@ DEFAULT_ACTOR: dict[str, Any] = {
     "use_decoupled_loss": True,
     "kl_ctl": 0.0,
     "adv_norm": {"mean_level": "batch", "std_level": "batch"},
+    "rejection_sampling": {"level": "token", "action": "mask", "metric": "ratio", "upper": 5.0},
     "optimizer": {"lr": 1e-5},
 }
 
@@ -62,7 +63,11 @@ class ModeResult:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """Comparison of each mode with the first one. Errors are relative; the gradient's is the worst parameter's."""
+    """Comparison of each mode with the first one.
+
+    ``gradient_error`` is the worst parameter's, relative in L2. ``loss_error`` is relative to the larger of the loss
+    and the sum of |dL/dlogp|, the size of its terms: normalised advantages let them cancel to nearly nothing.
+    """
 
     modes: list[str]
     dp: int
@@ -173,9 +178,11 @@ def _train(engine: _GradientProbe, shard: Shard) -> ModeResult:
 def compare(modes: list[str], results: Sequence[ModeResult], shard: Shard, dp: int) -> ReplayReport:
     """The report of a replay; the first mode is the reference. Collective over the default group."""
     first = results[0]
+    terms = first.dlogp_T.abs().sum().double().cpu()
+    dist.all_reduce(terms)
     worst, worst_name, flips, loss_error = 0.0, "", 0, 0.0
     for other in results[1:]:
-        loss_error = max(loss_error, abs(other.loss - first.loss) / max(abs(first.loss), 1e-12))
+        loss_error = max(loss_error, abs(other.loss - first.loss) / max(abs(first.loss), float(terms), 1e-12))
         flips += int(((first.dlogp_T == 0) != (other.dlogp_T == 0)).sum())
         for name, gradient in first.gradients.items():
             error = float(

@@ -20,9 +20,9 @@ from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.batcher.staleness import choose
 from areal_dta.records import RecordError, Shard, Trajectory, is_finite_number, pack
 
-__all__ = ["BatcherCore", "Refusal", "Verdict", "Waiting"]
+__all__ = ["KEPT_BATCHES", "BatcherCore", "Refusal", "Verdict", "Waiting"]
 
-_KEPT_BATCHES = 2  # steps whose shards can be asked for again
+KEPT_BATCHES = 2  # steps whose shards can be asked for again
 
 
 class Refusal(ValueError):
@@ -84,7 +84,7 @@ class BatcherCore:
         if self.ledger.epoch != epoch:
             body = {"epoch": epoch, "resume_step": resume_step, "fingerprint": self.ledger.fingerprint()}
             self._emit("epoch", body)
-        for step in [s for s in self.ledger.batches if s < self.ledger.next_step - _KEPT_BATCHES]:
+        for step in [s for s in self.ledger.batches if s < self.ledger.next_step - KEPT_BATCHES]:
             self._release(step)
 
     def take_events(self) -> list[Event]:
@@ -168,26 +168,36 @@ class BatcherCore:
             )
         if step > self.ledger.next_step:
             raise Refusal("step", f"step {step} asked, but the next step is {self.ledger.next_step}")
-        if step not in self._batches and step < self.ledger.next_step:
-            self._batches[step] = self._assemble(step, self._regroup(step))
-        if step not in self._batches:
-            self._drop_stale(step)
-            groups = self._choose()
-            if isinstance(groups, str):
-                return self._waiting(groups)
-            batch = self._assemble(step, groups)
-            keys = [e.key for g in groups for e in g]
-            mixed = round(batch.stats.mixed_version_share * batch.stats.episodes)
-            self._emit(
-                "batch",
-                {"step": step, "episodes": keys, "staleness_max": batch.stats.staleness_max, "num_mixed": mixed},
-            )
-            self._batches[step] = batch
-            self._new_batches.append(batch)
-            for old in [s for s in self._batches if s <= step - _KEPT_BATCHES]:
-                del self._batches[old]
-                self._release(old)
+        if step < self.ledger.next_step:
+            return self.batch(step).shards[rank]
+        self._drop_stale(step)
+        groups = self._choose()
+        if isinstance(groups, str):
+            return self._waiting(groups)
+        self._fix(step, groups)
         return self._batches[step].shards[rank]
+
+    def _fix(self, step: int, groups: Sequence[Sequence[Episode]]) -> None:
+        """Make these groups the batch of the next step, and let old ones go from memory."""
+        batch = self._assemble(step, groups)
+        body = {
+            "step": step,
+            "episodes": [e.key for group in groups for e in group],
+            "staleness_max": batch.stats.staleness_max,
+            "num_mixed": round(batch.stats.mixed_version_share * batch.stats.episodes),
+        }
+        self._emit("batch", body)
+        self._batches[step] = batch
+        self._new_batches.append(batch)
+        for old in [s for s in self._batches if s <= step - KEPT_BATCHES]:
+            del self._batches[old]
+        self._release(step - KEPT_BATCHES)
+
+    def batch(self, step: int) -> Batch:
+        """A batch already fixed, put together again after a restart; raises Refusal when its arrays are gone."""
+        if step not in self._batches:
+            self._batches[step] = self._assemble(step, self._regroup(step))
+        return self._batches[step]
 
     def ready(self, step: int) -> bool:
         """Whether the batch of `step` can be put together now (it may still turn out stale)."""

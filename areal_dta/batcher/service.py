@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal_dta.batcher.core import BatcherCore, Refusal, Waiting
+from areal_dta.batcher.core import KEPT_BATCHES, BatcherCore, Refusal, Waiting
 from areal_dta.batcher.dispatch import Batch
 from areal_dta.batcher.ledger import Event, without_arrays
 from areal_dta.batcher.spool import GroupCommit, Spool
@@ -89,6 +89,7 @@ class BatcherService:
         self.core.begin(self.settings.epoch, self.settings.resume_step)
         self._log = GroupCommit(self._spool)
         await self._settle()
+        self._trace_again()
         await self.server.start()
         log.info("listening on %s", self.server.address)
 
@@ -172,6 +173,7 @@ class BatcherService:
     async def _hello(self, request: Request) -> Answer:
         name = _get(request, "name", str)
         self._hellos[name] += 1
+        self._notify()
         self.core.desk.hello(name, _get(request, "role", str), _get(request, "pid", int))
         return {"epoch": self.core.ledger.epoch, "version": self.core.ledger.version}, {}
 
@@ -305,9 +307,21 @@ class BatcherService:
         for rank, cost in enumerate(s.rank_costs):
             emit("batch/rank_cost", cost, step=s.step, rank=rank)
         self._report_levels(s.step)
-        if self.settings.trace_dir is not None:
-            path = self.settings.trace_dir / f"batch_{s.step:06d}.npz"
-            self._later(asyncio.to_thread(write_trace, path, list(batch.trajectories), self.settings.domain, s.step))
+        self._trace(batch)
+
+    def _trace(self, batch: Batch) -> None:
+        """Write the batch's trace in the background."""
+        if self.settings.trace_dir is None:
+            return
+        step, path = batch.stats.step, self.settings.trace_dir / f"batch_{batch.stats.step:06d}.npz"
+        self._later(asyncio.to_thread(write_trace, path, list(batch.trajectories), self.settings.domain, step))
+
+    def _trace_again(self) -> None:
+        """Traces that a kill cut short: those of the batches that can still be asked for."""
+        ledger = self.core.ledger
+        for step in range(max(ledger.committed_step + 1, ledger.next_step - KEPT_BATCHES), ledger.next_step):
+            if self.settings.trace_dir and not (self.settings.trace_dir / f"batch_{step:06d}.npz").exists():
+                self._trace(self.core.batch(step))
 
     def _report_levels(self, step: int | None) -> None:
         ledger, emit = self.core.ledger, self._publisher.emit

@@ -31,37 +31,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WorkflowSettings:
-    """The keys of ``econfig`` that the workflow reads.
+    """The workflow's part of ``econfig``.
 
     ``turn_discount`` multiplies the reward once per turn before the last; ``invalid_format_penalty`` is taken from the training
-    reward (not from ``episode_reward``) when a tool call could not be parsed; ``threads`` run tau2's blocking code, each piece
-    of which must end within ``step_timeout_s`` seconds; ``template_args`` go to the chat template.
+    reward (not from ``episode_reward``) when a tool call could not be parsed.
     """
 
     domain: str = "mock"
-    max_steps: int = 100
-    max_errors: int = 10
-    user_patience: int = 1
+    max_steps: int = 50
     turn_discount: float = 1.0
     invalid_format_penalty: float = 0.0
-    threads: int = 4
-    step_timeout_s: float = 300.0
-    template_args: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, econfig: Mapping[str, Any] | None) -> WorkflowSettings:
-        """Read and check; keys of other readers (``split``, AReaL's user-model keys set to null) are left alone."""
-        given = dict(econfig or {})
-        if given.get("user_llm"):
-            raise ValueError(
-                f"econfig.user_llm={given['user_llm']!r}: only the scripted user is available; set user_llm to null"
-            )
-        settings = cls(**{name: given[name] for name in cls.__dataclass_fields__ if given.get(name) is not None})
+    def of(cls, econfig: Any) -> WorkflowSettings:
+        """From a mapping or a configuration record; raises ValueError for values and modes that do not exist here."""
+        given = dict(econfig) if isinstance(econfig, Mapping) else {k: v for k, v in vars(econfig).items() if v is not None}
+        for mode in ("user_llm", "solo_mode", "add_thinking_tool"):
+            if given.get(mode):
+                raise ValueError(f"econfig.{mode}={given[mode]!r} is not available (the user is scripted); leave it unset")
+        settings = cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
         if settings.domain not in DOMAINS:
             raise ValueError(f"econfig.domain={settings.domain!r} is unknown; choose one of {', '.join(DOMAINS)}")
-        for name in ("max_steps", "max_errors", "threads", "step_timeout_s"):
-            if getattr(settings, name) <= 0:
-                raise ValueError(f"econfig.{name}={getattr(settings, name)} must be positive")
+        if settings.max_steps <= 0:
+            raise ValueError(f"econfig.max_steps={settings.max_steps} must be positive")
         if not 0.0 < settings.turn_discount <= 1.0:
             raise ValueError(f"econfig.turn_discount={settings.turn_discount} must lie in (0, 1]")
         return settings
@@ -71,23 +63,33 @@ class Tau2Workflow(RolloutWorkflow):
     """Runs tau2 episodes against any AReaL inference engine.
 
     ``data`` names the task (``domain``, ``task_id``), and may hold ``_seed`` (fixes all sampling of the episode) and ``_greedy``
-    (an evaluation episode: ``eval_gconfig``, greedy). The model may be any with a chat template that shows tool calls as
-    ``<tool_call>{json}</tool_call>``.
+    (an evaluation episode: ``eval_gconfig``, greedy). The model may be any whose chat template shows tool calls as
+    ``<tool_call>{json}</tool_call>``; ``template_args`` are given to that template (e.g. ``enable_thinking``).
+
+    ``threads`` run tau2's blocking code, each piece of which must end within ``step_timeout_s`` seconds; ``user_patience`` is the
+    scripted user's, ``max_errors`` the number of failed tool calls that ends an episode.
     """
 
     def __init__(
         self,
         gconfig: GenerationHyperparameters,
         tokenizer_path: str,
-        econfig: Mapping[str, Any] | None = None,
+        econfig: Any = None,
         eval_gconfig: GenerationHyperparameters | None = None,
+        *,
+        user_patience: int = 1,
+        max_errors: int = 10,
+        threads: int = 4,
+        step_timeout_s: float = 300.0,
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
-        self.settings = WorkflowSettings.of(econfig)
-        self._renderer = ChatRenderer.load(tokenizer_path, dict(self.settings.template_args or {}))
+        self.settings = WorkflowSettings.of(econfig or {})
+        self._user_patience, self._max_errors, self._step_timeout_s = user_patience, max_errors, step_timeout_s
+        self._renderer = ChatRenderer.load(tokenizer_path, dict(template_args or {}))
         stop_ids = sorted({*gconfig.stop_token_ids, self._renderer.eos_id})
         self._gconfig = gconfig.new(n_samples=1, stop_token_ids=stop_ids)
         self._eval_gconfig = (eval_gconfig or gconfig).new(n_samples=1, stop_token_ids=stop_ids, greedy=True)
-        self._pool = ThreadPoolExecutor(self.settings.threads, thread_name_prefix="tau2")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tau2")
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any]:
         """One episode as AReaL's padded tensors; raises what tau2, the evaluator or the engine raise.
@@ -116,9 +118,9 @@ class Tau2Workflow(RolloutWorkflow):
     def _new_episode(self, data: Mapping[str, Any], gconfig: GenerationHyperparameters) -> TokenEpisode:
         limits = EpisodeLimits(
             max_steps=self.settings.max_steps,
-            max_errors=self.settings.max_errors,
+            max_errors=self._max_errors,
             max_tokens=gconfig.max_tokens,
-            user_patience=self.settings.user_patience,
+            user_patience=self._user_patience,
         )
         return TokenEpisode(
             str(data.get("domain", self.settings.domain)), str(data["task_id"]), self._renderer, limits
@@ -126,12 +128,12 @@ class Tau2Workflow(RolloutWorkflow):
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking tau2 code in the bounded pool; raises TimeoutError naming the limit."""
-        timeout_s = self.settings.step_timeout_s
+        timeout_s = self._step_timeout_s
         try:
             return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._pool, work), timeout_s)
         except TimeoutError as error:
             raise TimeoutError(
-                f"tau2 did not finish a step within econfig.step_timeout_s={timeout_s:g} s; raise it or econfig.threads"
+                f"tau2 did not finish a step within workflow_args.step_timeout_s={timeout_s:g} s; raise it, or workflow_args.threads"
             ) from error
 
 

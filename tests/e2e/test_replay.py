@@ -83,6 +83,7 @@ def test_one_rank_dense_and_tree_agree(trace: Path, model: Path) -> None:
     assert report.loss_error < 1e-5, report
     assert report.clip_flips == 0
     assert report.grad_norms[0] > 1e-3
+    assert abs(report.losses[0]) > 1e-4  # behaviour weights make it depend on the forward pass
     assert report.row_tokens > 2 * report.tree_tokens
 
 
