@@ -270,9 +270,11 @@ def write_trace(path: Path, trajectories: list[Trajectory], domain: str, step: i
         for lo, hi, spans in chain:
             index = len(ids)
             ids.append(traj.input_ids_T[lo:hi])
-            logprobs.append(traj.logprobs_T[lo:hi])
-            versions.append(traj.versions_T[lo:hi])
-            for start, end in spans:
+            logprobs.append(traj.logprobs_T[lo:hi].copy())
+            versions.append(traj.versions_T[lo:hi].copy())
+            for start, end, source in spans:  # each turn's own values: a later row holds none for it
+                logprobs[-1][start:end] = traj.logprobs_T[source + start : source + end]
+                versions[-1][start:end] = traj.versions_T[source + start : source + end]
                 turn_traj.append(index)
                 turn_start.append(start)
                 turn_end.append(end)
@@ -298,15 +300,17 @@ def write_trace(path: Path, trajectories: list[Trajectory], domain: str, step: i
     tmp.replace(path)
 
 
-def _as_chain(traj: Trajectory) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Merge sequences that extend their predecessor: list of (token lo, token hi of the longest, loss spans relative to
-    lo).
+def _as_chain(traj: Trajectory) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+    """Merge sequences that extend their predecessor.
+
+    Returns (token lo, token hi of the longest, loss spans as (start, end, lo of the sequence that owns it)), start and end
+    relative to lo.
     """
-    out: list[tuple[int, int, list[tuple[int, int]]]] = []
+    out: list[tuple[int, int, list[tuple[int, int, int]]]] = []
     for s in range(traj.num_sequences):
         lo, hi = int(traj.offsets_S1[s]), int(traj.offsets_S1[s + 1])
         mask = np.flatnonzero(traj.loss_mask_T[lo:hi])
-        span = (int(mask[0]), int(mask[-1]) + 1) if len(mask) else (hi - lo, hi - lo)
+        span = (int(mask[0]), int(mask[-1]) + 1, lo) if len(mask) else (hi - lo, hi - lo, lo)
         if out:
             plo, phi, spans = out[-1]
             n = phi - plo

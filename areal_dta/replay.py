@@ -178,7 +178,7 @@ def _train(engine: _GradientProbe, shard: Shard) -> ModeResult:
 def compare(modes: list[str], results: Sequence[ModeResult], shard: Shard, dp: int) -> ReplayReport:
     """The report of a replay; the first mode is the reference. Collective over the default group."""
     first = results[0]
-    terms = first.dlogp_T.abs().sum().double().cpu()
+    terms = first.dlogp_T.abs().sum().double()
     dist.all_reduce(terms)
     worst, worst_name, flips, loss_error = 0.0, "", 0, 0.0
     for other in results[1:]:
@@ -190,9 +190,9 @@ def compare(modes: list[str], results: Sequence[ModeResult], shard: Shard, dp: i
             )
             if error >= worst:
                 worst, worst_name = error, name
-    totals = torch.tensor([shard.num_rows, int(shard.offsets_S1[-1]), shard.tree_tokens, flips], dtype=torch.int64)
+    totals = torch.tensor([shard.num_rows, int(shard.offsets_S1[-1]), shard.tree_tokens, flips], device=terms.device)
     dist.all_reduce(totals)
-    peak = torch.tensor([worst, loss_error], dtype=torch.float64)
+    peak = torch.tensor([worst, loss_error], dtype=torch.float64, device=terms.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return ReplayReport(
         modes=modes,

@@ -125,7 +125,8 @@ class Ledger:
         self.next_step = self.version = last + 1
         self.committed_step = min(self.committed_step, last)
         self.finished, self.failed_in_a_row = False, 0
-        if first:
+        if first:  # a resume without its spool: go on where the checkpoint's data ended, at least
+            self.position = self.next_step * self.settings.batch_groups
             return
         for step in [s for s in self.batches if s > last]:
             self._unbatch(self.batches.pop(step))

@@ -29,13 +29,6 @@ class KVStack:
         self.v_LGCH = torch.empty(shape, dtype=dtype, device=device)
         self.grad_k_LGCH = torch.zeros(shape, dtype=grad_dtype, device=device) if with_grad else None
         self.grad_v_LGCH = torch.zeros(shape, dtype=grad_dtype, device=device) if with_grad else None
-        self.capacity = capacity
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of keys, values and their gradients."""
-        tensors = (self.k_LGCH, self.v_LGCH, self.grad_k_LGCH, self.grad_v_LGCH)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def write(self, layer: int, start: int, k_GSH: torch.Tensor, v_GSH: torch.Tensor) -> None:
         """Store rows ``start ..`` of one layer."""

@@ -120,7 +120,6 @@ class _Planner:
     def __init__(self, trie: Trie, settings: PlanSettings) -> None:
         self.budget = settings.visit_budget
         self.start = [*trie.segment_start_G.tolist(), trie.num_tokens]
-        self.length = trie.segment_len_G.tolist()
         self.end = trie.segment_end_G.tolist()
         self.depth = trie.depth_U[trie.segment_start_G].tolist() if trie.num_segments else []
         self.num_segments = trie.num_segments

@@ -210,3 +210,9 @@ def test_groups_restart_their_time_out_after_a_restart():
     clock.now_s += 49
     run.core.desk.tick()
     assert run.core.status()["open_groups"] == 1
+
+
+def test_a_resume_without_its_spool_goes_on_behind_the_data_that_was_trained():
+    core = make_core(epoch=2, resume_step=3)
+    assert (core.ledger.next_step, core.ledger.version) == (4, 4)
+    assert core.desk.lease("w", 1)[0].group_id == 8

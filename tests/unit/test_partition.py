@@ -9,6 +9,7 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from areal_dta.tree.cost import TREE_TOKENS, CostModel, RunCosts, flop_model
@@ -31,6 +32,7 @@ def naive_cost(rows, model):
     return model.per_token * len(depths) + model.per_pair * sum(depths)
 
 
+@hypothesis_settings(deadline=None)
 @given(ROWS, MODELS)
 def test_run_and_subset_costs_equal_the_naive_trie(rows, model):
     ordered, s = sorted(rows), sort(rows)
@@ -42,6 +44,7 @@ def test_run_and_subset_costs_equal_the_naive_trie(rows, model):
     assert bin_cost(s, subset, model) == pytest.approx(naive_cost([ordered[i] for i in subset], model))
 
 
+@hypothesis_settings(deadline=None)
 @given(ROWS, st.integers(1, 5), MODELS)
 def test_contiguous_has_the_smallest_maximum_and_no_needless_empty_rank(rows, num_bins, model):
     s = sort(rows)
@@ -57,6 +60,7 @@ def test_contiguous_has_the_smallest_maximum_and_no_needless_empty_rank(rows, nu
     assert duplicated <= (num_bins - 1) * max((len(r) for r in rows), default=0)
 
 
+@hypothesis_settings(deadline=None)
 @given(ROWS, st.integers(1, 5), MODELS, st.sampled_from(sorted(METHODS)))
 def test_every_method_gives_every_row_to_one_rank(rows, num_bins, model, method):
     bins = partition(method, sort(rows), num_bins, model)
@@ -102,6 +106,7 @@ def test_wrong_requests_are_refused():
         partition("contiguous", sort([[1]]), 0, TREE_TOKENS)
 
 
+@hypothesis_settings(deadline=None)
 @given(ROWS, st.sampled_from(RULES))
 def test_child_orders_are_permutations_sorted_by_their_rule(rows, rule):
     offsets = np.zeros(len(rows) + 1, np.int64)

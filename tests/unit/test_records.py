@@ -95,3 +95,15 @@ def test_a_trace_holds_the_turns_of_each_episode_as_spans_of_one_sequence(tmp_pa
         assert trace["versions"].shape == trace["logprobs"].shape == trace["ids"].shape
         assert set(trace["domain"]) == {"mock"} and set(trace["set"]) == {"step4"}
         assert trace["trial"].tolist() == [0, 1, 1]
+
+
+def test_a_trace_keeps_log_probs_and_versions_of_every_turn(tmp_path):
+    growing = trajectory(LEASE, turns=3)
+    distinct = np.arange(len(growing.input_ids_T), dtype=np.float32)
+    growing = replace(growing, logprobs_T=-distinct, versions_T=distinct.astype(np.int32))
+    write_trace(tmp_path / "batch.npz", [growing], "mock", 0)
+    with np.load(tmp_path / "batch.npz", allow_pickle=False) as trace:
+        for turn, (start, end) in enumerate(zip(trace["turn_start"], trace["turn_end"], strict=True)):
+            own = slice(int(growing.offsets_S1[turn]) + int(start), int(growing.offsets_S1[turn]) + int(end))
+            np.testing.assert_array_equal(trace["logprobs"][start:end], growing.logprobs_T[own])
+            np.testing.assert_array_equal(trace["versions"][start:end], growing.versions_T[own])

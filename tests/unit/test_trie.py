@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from areal_dta.tree.trie import build_trie, sort_rows
@@ -20,6 +21,7 @@ def ragged(rows):
     return np.asarray([t for r in rows for t in r], np.int32), offsets
 
 
+@hypothesis_settings(deadline=None)
 @given(ROWS)
 def test_order_lcp_and_leaves_match_the_definitions(rows):
     trie = build_trie(*ragged(rows))
@@ -39,6 +41,7 @@ def test_order_lcp_and_leaves_match_the_definitions(rows):
     assert [rows[i] for i in trie.leaf_rows] == sorted(rows[i] for i in np.flatnonzero(trie.is_leaf_S))
 
 
+@hypothesis_settings(deadline=None)
 @given(ROWS)
 def test_trie_tokens_are_the_distinct_prefixes(rows):
     trie = build_trie(*ragged(rows))
@@ -52,6 +55,7 @@ def test_trie_tokens_are_the_distinct_prefixes(rows):
         assert trie.parent_U[u] == (index[p[:-1]] if len(p) > 1 else -1)
 
 
+@hypothesis_settings(deadline=None)
 @given(ROWS)
 def test_segments_are_the_unbranched_runs(rows):
     trie = build_trie(*ragged(rows))
