@@ -228,13 +228,12 @@ class DtaConfig:
     max_block_tokens: int = 2048
     max_len: int = 32768  # tokens of one training sequence
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
-    fused_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatcherConfig:
     port: int = 0  # 0: any free port
-    partition: Literal["contiguous"] = "contiguous"
+    partition: Literal["contiguous", "ffd_tokens", "ffd_tree"] = "contiguous"
     cost: Literal["flops", "tree_tokens"] = "flops"
     staleness_policy: Literal["wait", "drop", "mask", "keep"] = "wait"
     lease_timeout_s: float = 60.0

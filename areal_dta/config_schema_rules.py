@@ -98,6 +98,9 @@ def derive(given: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
         actor["optimizer"] = {}
     if raw.get("eval_gconfig") is None:
         raw["eval_gconfig"] = {**gconfig, "greedy": True, "n_samples": 1}
+    partition = "ffd_tokens" if raw.get("packing_algorithm") == "ffd" else None
+    if partition is not None:
+        _same(_section(raw, "batcher"), "batcher.partition", partition, "packing_algorithm=ffd's method")
     if raw.get("async_training") is False and rollout.get("max_head_offpolicyness", 0) != 0:
         notices.append(
             f"async_training=false: rollout.max_head_offpolicyness={rollout['max_head_offpolicyness']} becomes 0"

@@ -58,7 +58,13 @@ class BatchSampler:
         """One sample per prompt, in order."""
         shared = min(common_prefix_len(prompts), min(map(len, prompts)) - 1)
         prefix = self._run_prefix(list(prompts[0][:shared]))
-        hidden_BD, batch = self._run_prompts([list(p[shared:]) for p in prompts], prefix)
+        distinct = {tuple(p): None for p in prompts}  # samples of one task start alike: compute equal prompts once
+        index_of = {p: i for i, p in enumerate(distinct)}
+        source_B = torch.tensor([index_of[tuple(p)] for p in prompts])
+        hidden_BD, caches = self._run_prompts([list(p[shared:]) for p in distinct], prefix)
+        end_B = torch.tensor([len(p) - shared for p in prompts])
+        batch = _Batch(torch.arange(len(prompts)), end_B, [(k[source_B], v[source_B]) for k, v in caches])
+        hidden_BD = hidden_BD[source_B]
         ids: list[list[int]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
         for step in range(self._max_new):
@@ -103,8 +109,8 @@ class BatchSampler:
         empty = torch.zeros(config.num_kv_heads, 0, config.head_dim, dtype=self.weights.dtype)
         return [(empty, empty) for _ in self.weights.layers]
 
-    def _run_prompts(self, suffixes: list[list[int]], prefix: list[KV]) -> tuple[torch.Tensor, _Batch]:
-        """Hidden state [B, D] after each prompt, and the batch ready to generate."""
+    def _run_prompts(self, suffixes: list[list[int]], prefix: list[KV]) -> tuple[torch.Tensor, list[KV]]:
+        """Hidden state [B, D] after each prompt; keys and values per layer [B, K, S, H] with room for the answer."""
         config, num_prefix = self.weights.config, prefix[0][0].shape[1]
         num_rows, width = len(suffixes), max(map(len, suffixes))
         last_B = torch.tensor([len(s) for s in suffixes])
@@ -127,7 +133,7 @@ class BatchSampler:
         positions = (num_prefix + torch.arange(width)).repeat(num_rows)
         hidden = decode_hidden(self.weights, ids_BS.flatten(), self._rotary(positions, num_prefix + width), attend)
         hidden_BD = hidden.view(num_rows, width, -1)[torch.arange(num_rows), last_B - 1]
-        return hidden_BD, _Batch(torch.arange(num_rows), last_B.clone(), caches)
+        return hidden_BD, caches
 
     def _step(self, token_B: torch.Tensor, batch: _Batch, prefix: list[KV]) -> torch.Tensor:
         """Append one token per row; hidden states [B, D]. Attention of prefix and suffix under one softmax."""
