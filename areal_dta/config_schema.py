@@ -224,8 +224,8 @@ class EnvConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DtaConfig:
-    plan: Literal["classic"] = "classic"
-    max_block_tokens: int = 2048
+    plan: Literal["auto", "classic", "sparse"] = "auto"
+    max_block_tokens: int = 512
     max_len: int = 32768  # tokens of one training sequence
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
 

@@ -100,6 +100,8 @@ class MegatronPolicy:
         optimizer = get_megatron_optimizer(config, [self.ddp])
         for inner in checkpoint.adam_instances(optimizer):
             for group in inner.param_groups:
+                # Megatron marks norms and biases with wd_mult 0 and leaves applying it to a scheduler not used here.
+                group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
                 for param in group["params"]:  # torch's Adam starts without state, a checkpoint needs it
                     zero = torch.zeros_like
                     inner.state[param] = {"step": torch.tensor(0.0), "exp_avg": zero(param), "exp_avg_sq": zero(param)}
