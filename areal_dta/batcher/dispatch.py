@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from areal_dta.batcher.leases import Episode
-from areal_dta.batcher.rewards import shape, standardise
+from areal_dta.batcher.rewards import episode_moments, shape, standardise
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.batcher.staleness import fresh_mask
 from areal_dta.records import Shard, Trajectory
@@ -128,15 +128,16 @@ def _trajectory(episode: Episode) -> Trajectory:
 
 
 def _rows(groups: Sequence[Sequence[Episode]], step: int, settings: BatcherSettings) -> _Rows:
-    shaped = [shape(np.asarray([e.reward for e in group]), settings.rewards) for group in groups]
-    means, divisors = standardise(shaped, settings.rewards)
+    shaped = [[shape(_trajectory(e).rewards_S, settings.rewards) for e in group] for group in groups]
+    moments = [np.asarray([episode_moments(r) for r in group]) for group in shaped]
+    means, divisors = standardise([m[:, 0] for m in moments], settings.rewards, within=[m[:, 1] for m in moments])
     deal = deal_minibatches(len(groups), settings.num_minibatches, settings.seed, step)
     trajectories, rewards, counts, minibatches = [], [], [], []
     for g, group in enumerate(groups):
         for i, episode in enumerate(group):
             traj = _trajectory(episode)
             trajectories.append(traj)
-            rewards.append((shape(traj.rewards_S, settings.rewards) - means[g][i]) / divisors[g][i])
+            rewards.append((shaped[g][i] - means[g][i]) / divisors[g][i])
             counts.append(traj.num_sequences)
             minibatches.append(deal[g])
     lens_S = np.concatenate([np.diff(t.offsets_S1) for t in trajectories])

@@ -8,7 +8,7 @@ import numpy as np
 
 from areal_dta.batcher.settings import RewardSettings
 
-__all__ = ["shape", "standardise"]
+__all__ = ["episode_moments", "shape", "standardise"]
 
 
 def shape(reward: np.ndarray, settings: RewardSettings) -> np.ndarray:
@@ -17,8 +17,19 @@ def shape(reward: np.ndarray, settings: RewardSettings) -> np.ndarray:
     return np.clip(scaled, -settings.clip, settings.clip)
 
 
-def standardise(groups: Sequence[np.ndarray], settings: RewardSettings) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(mean, divisor) to apply to each episode of each group, given the groups' shaped episode rewards.
+def episode_moments(rewards_S: np.ndarray) -> tuple[float, float]:
+    """(mean, mean square around it) of the shaped rewards of one episode's sequences: its share in the group's moments."""
+    return float(rewards_S.mean()), float(rewards_S.var())
+
+
+def standardise(
+    groups: Sequence[np.ndarray], settings: RewardSettings, within: Sequence[np.ndarray] | None = None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(mean, divisor) to apply to the sequences of each episode of each group, given the groups' episode means.
+
+    ``within`` holds each episode's own mean square around its mean (0 when all turns share one reward). It belongs in the
+    deviation: in a group of equal episodes whose turns differ, the deviation would else be 0 and the turns' differences would
+    be divided by eps.
 
     The formulas are those of AReaL 1.0.4's ``areal.utils.data.Normalization`` without a mask (mean over the group or
     the batch, optionally leaving the element itself out; standard deviation around that mean; eps only where there is a
@@ -30,14 +41,15 @@ def standardise(groups: Sequence[np.ndarray], settings: RewardSettings) -> tuple
         _mean(everything, settings.leave_one_out)[sl] if settings.mean_level == "batch" else _group_mean(g, settings)
         for g, sl in zip(groups, _slices(groups))
     ]
-    deviations = everything - np.concatenate(means)
+    spreads = [np.zeros_like(g) for g in groups] if within is None else within
+    squares = (everything - np.concatenate(means)) ** 2 + np.concatenate(spreads)
     divisors = []
-    for group, mean in zip(groups, means):
+    for group, slice_ in zip(groups, _slices(groups)):
         if settings.std_level is None:
             divisors.append(np.ones_like(group))
             continue
-        off_mean = deviations if settings.std_level == "batch" else group - mean
-        divisors.append(np.full_like(group, _std(off_mean, settings.unbiased_std) + settings.eps))
+        population = squares if settings.std_level == "batch" else squares[slice_]
+        divisors.append(np.full_like(group, _std(population, settings.unbiased_std) + settings.eps))
     return means, divisors
 
 
@@ -51,10 +63,10 @@ def _mean(x: np.ndarray, leave_one_out: bool) -> np.ndarray:
     return (x.sum() - x) / (len(x) - 1) if len(x) > 1 else np.zeros_like(x)
 
 
-def _std(off_mean: np.ndarray, unbiased: bool) -> float:
-    if unbiased and len(off_mean) <= 1:
+def _std(squares: np.ndarray, unbiased: bool) -> float:
+    if unbiased and len(squares) <= 1:
         return 1.0
-    return float(np.sqrt((off_mean**2).sum() / (len(off_mean) - unbiased)))
+    return float(np.sqrt(squares.sum() / (len(squares) - unbiased)))
 
 
 def _slices(groups: Sequence[np.ndarray]) -> list[slice]:

@@ -75,6 +75,8 @@ def _check(tensors: Mapping[str, torch.Tensor], config: DecoderConfig) -> None:
             raise WeightsMismatch(f"{name} has shape {tuple(tensors[name].shape)}, the config asks for {shape}")
         if not tensors[name].dtype.is_floating_point:
             raise WeightsMismatch(f"{name} has dtype {tensors[name].dtype}; quantised weights are not supported")
+        if not bool(torch.isfinite(tensors[name]).all()):
+            raise WeightsMismatch(f"{name} holds NaN or infinity; the training step that wrote it diverged")
 
 
 def load_decoder(

@@ -1,8 +1,9 @@
 """Conversations as token ids: each turn's prompt is the previous ids, what was sampled, and the new messages' ids.
 
-Nothing that was sampled is ever decoded and encoded again, so training sees exactly the tokens the server produced. New messages
-are rendered by the tokenizer's own chat template after a placeholder turn, and what follows the placeholder is encoded: that
-works for templates that treat earlier turns differently (Qwen3 drops earlier reasoning), because earlier text is not rendered again.
+Nothing that was sampled is ever decoded and encoded again, so training sees exactly the tokens the server produced.
+New messages are rendered by the tokenizer's own chat template after a placeholder turn, and what follows the
+placeholder is encoded: that works for templates that treat earlier turns differently (Qwen3 drops earlier reasoning),
+because earlier text is not rendered again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ChatError(f"no tokenizer at {path!r} ({error}); set tokenizer_path to a local Hugging Face folder") from error
+        raise ChatError(
+            f"no tokenizer at {path!r} ({error}); set tokenizer_path to a local Hugging Face folder"
+        ) from error
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
         raise ChatError(f"the tokenizer at {path!r} lacks a chat template or an eos token; use that of a chat model")
     return tokenizer
@@ -62,7 +65,9 @@ class ChatRenderer:
         return self._encode(self._render(chat, list(tools)))
 
     def continuation(self, output_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Ids that follow the sampled turn ``output_ids``: the end of that turn unless it was sampled, then ``messages``."""
+        """Ids that follow the sampled turn ``output_ids``: the end of that turn unless it was sampled, then
+        ``messages``.
+        """
         chat = [
             {"role": "user", "content": "."},
             {"role": "assistant", "content": _PLACEHOLDER},

@@ -17,7 +17,8 @@ def write_dataset(folder: Path, domain: str, train_split: str = "train", eval_sp
     """
     folder.mkdir(parents=True, exist_ok=True)
     return tuple(  # type: ignore[return-value]
-        _write(folder / name, domain, split) for name, split in (("train.jsonl", train_split), ("eval.jsonl", eval_split))
+        _write(folder / name, domain, split)
+        for name, split in (("train.jsonl", train_split), ("eval.jsonl", eval_split))
     )
 
 

@@ -1,15 +1,16 @@
-"""tau2 domains behind a cache: environments, tasks and splits, without parsing the same database file for every episode.
+"""tau2 domains behind a cache: environments, tasks and splits, without parsing the same database file for every
+episode.
 
-tau2's own constructors read and validate a database from disk each time (about half a second for airline), and its evaluator
-builds two more per episode. The constructors registered here keep one parsed copy per domain and rebuild the models from it,
-so tau2's evaluator, called with `cached_name(domain)`, runs unmodified but several times faster.
+tau2's own constructors read and validate a database from disk each time (about half a second for airline), and its
+evaluator builds two more per episode. The constructors registered here keep one parsed copy per domain and rebuild the
+models from it, so tau2's evaluator, called with `cached_name(domain)`, runs unmodified but several times faster.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from tau2.data_model.tasks import Task
@@ -55,11 +56,13 @@ class _Snapshot:
 
 
 def cached_name(domain: str) -> str:
-    """The name under which the cached constructor of ``domain`` is registered with tau2 (registered by `make_environment`)."""
+    """The name under which the cached constructor of ``domain`` is registered with tau2 (registered by
+    `make_environment`).
+    """
     return f"areal_dta-{domain}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _snapshot(domain: str) -> _Snapshot:
     if domain not in _MAKERS:
         raise ValueError(f"unknown tau2 domain {domain!r}; choose one of {', '.join(DOMAINS)} (econfig.domain)")
@@ -85,7 +88,7 @@ def domain_policy(domain: str) -> str:
     return _snapshot(domain).policy
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tasks(domain: str) -> dict[str, Task]:
     _snapshot(domain)
     return {task.id: task for task in registry.get_tasks_loader(domain)("base")}
@@ -95,12 +98,16 @@ def get_task(domain: str, task_id: str) -> Task:
     """The task (shared object: copy before changing); raises ValueError when the domain has no such task."""
     tasks = _tasks(domain)
     if task_id not in tasks:
-        raise ValueError(f"tau2 domain {domain!r} has no task {task_id!r}; it has {len(tasks)}, e.g. {next(iter(tasks))!r}")
+        raise ValueError(
+            f"tau2 domain {domain!r} has no task {task_id!r}; it has {len(tasks)}, e.g. {next(iter(tasks))!r}"
+        )
     return tasks[task_id]
 
 
 def task_ids(domain: str, split: str = "base") -> list[str]:
-    """Task ids of a split: base | train | test. The mock domain has no split of its own: all nine tasks serve for each."""
+    """Task ids of a split: base | train | test. The mock domain has no split of its own: all nine tasks serve for
+    each.
+    """
     tasks = _tasks(domain)
     if split == "base" or domain == "mock":
         return list(tasks)

@@ -44,9 +44,8 @@ class Sample:
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.logprobs) == len(self.versions):
-            raise ValueError(
-                f"a turn of {len(self.ids)} tokens came with {len(self.logprobs)} log-probs and {len(self.versions)} versions"
-            )
+            counts = f"{len(self.logprobs)} log-probs and {len(self.versions)} versions"
+            raise ValueError(f"a turn of {len(self.ids)} tokens came with {counts}")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from areal_dta.nn.loading import expected_shapes
 from areal_dta.nn.model_config import DecoderConfig
-
 from experiments.tau2.tokenizer import build_tokenizer
 
 __all__ = ["PolicySize", "build_policy", "write_policy"]
@@ -30,8 +29,12 @@ class PolicySize:
     max_position_embeddings: int = 4096
 
 
-def write_policy(folder: Path, *, vocab_size: int, eos_id: int, pad_id: int, seed: int, size: PolicySize | None = None) -> None:
-    """Write config.json, generation_config.json and model.safetensors with weights drawn from ``seed`` (normal, std 0.02)."""
+def write_policy(
+    folder: Path, *, vocab_size: int, eos_id: int, pad_id: int, seed: int, size: PolicySize | None = None
+) -> None:
+    """Write config.json, generation_config.json and model.safetensors with weights drawn from ``seed`` (normal,
+    std 0.02).
+    """
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -56,13 +59,19 @@ def write_policy(folder: Path, *, vocab_size: int, eos_id: int, pad_id: int, see
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1))
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * config["initializer_range"]
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) * config["initializer_range"]
         for name, shape in sorted(expected_shapes(DecoderConfig.from_folder(folder)).items())
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def build_policy(folder: Path, *, seed: int, vocab_size: int = 2048, focus: str = "mock") -> None:
-    """The untrained policy with its tokenizer: everything a Hugging Face folder needs; ``focus`` as in `build_tokenizer`."""
+    """The untrained policy with its tokenizer: everything a Hugging Face folder needs; ``focus`` as in
+    `build_tokenizer`.
+    """
     tokenizer = build_tokenizer(folder, vocab_size=vocab_size, focus=focus)
-    write_policy(folder, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, seed=seed)
+    write_policy(
+        folder, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, seed=seed
+    )

@@ -1,7 +1,8 @@
 """What a tau2 run needs before it starts: the start policy in RUN/model and the data set in RUN/dataset.
 
 Without ``actor.path`` a small policy is built and warm-started, once per setting: the result is kept in
-``{cluster.fileroot}/cache/warm_start_DIGEST`` and copied from there. With ``actor.path`` a local Hugging Face folder is linked.
+``{cluster.fileroot}/cache/warm_start_DIGEST`` and copied from there. With ``actor.path`` a local Hugging Face folder
+is linked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from areal_dta.config import Config, ConfigError
 from experiments.tau2.dataset import write_dataset
@@ -73,9 +76,6 @@ def _local_model(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
@@ -112,7 +112,10 @@ def _warm_started(config: Config, domain: str, model: Path) -> None:
             warm_start(fresh, settings, lambda line: print(line, flush=True))
             _publish(fresh, kept)
     facts = json.loads((kept / "warm_start.json").read_text())
-    print(f"model: {kept.name}, start reward {facts['start_reward']:.3f} at temperature {settings.temperature}", flush=True)
+    print(
+        f"model: {kept.name}, start reward {facts['start_reward']:.3f} at temperature {settings.temperature}",
+        flush=True,
+    )
     _copy(kept, model)
 
 

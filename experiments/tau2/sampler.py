@@ -1,10 +1,11 @@
 """A small batched sampler over a policy folder, for measuring a policy's reward inside one process.
 
-All episodes advance in lock-step: every unfinished one waits at its next turn, and all turns are sampled as one batch. The prompt's
-common prefix (system prompt and tools) is computed once. Results depend on weights, seed and task list only.
+All episodes advance in lock-step: every unfinished one waits at its next turn, and all turns are sampled as one batch.
+The prompt's common prefix (system prompt and tools) is computed once. Results depend on weights, seed and task list
+only.
 
-Legend of shape suffixes: B rows, S suffix positions, P prefix positions, N query heads, K key/value heads, G query heads per
-key/value head, H head dim, V vocabulary.
+Legend of shape suffixes: B rows, S suffix positions, P prefix positions, N query heads, K key/value heads, G query
+heads per key/value head, H head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 def common_prefix_len(rows: Sequence[Sequence[int]]) -> int:
     """Length of the longest prefix that all rows share."""
-    low, high = min(rows), max(rows)
+    low, high = min(map(tuple, rows)), max(map(tuple, rows))
     shared = zip(low, high)
     return next((i for i, (a, b) in enumerate(shared) if a != b), min(len(low), len(high)))
 
 
 @dataclass
 class _Batch:
-    """Rows still generating: which they are, where they write next, and their keys and values per layer [B, K, S, H]."""
+    """Rows still generating: which they are, where they write next, and their keys and values per layer [B, K, S,
+    H].
+    """
 
     row_B: torch.Tensor
     pos_B: torch.Tensor
@@ -45,7 +48,9 @@ class _Batch:
 
 
 class BatchSampler:
-    """Samples with ``temperature`` (0: greedy) until the end of the turn or ``max_new_tokens``; fp32 weights from ``folder``."""
+    """Samples with ``temperature`` (0: greedy) until the end of the turn or ``max_new_tokens``; fp32 weights from
+    ``folder``.
+    """
 
     def __init__(self, folder: Path, eos_id: int, temperature: float, max_new_tokens: int, seed: int) -> None:
         self.weights: DecoderWeights = load_decoder(folder, DecoderConfig.from_folder(folder), torch.float32)

@@ -1,8 +1,9 @@
 """One tau2 conversation that can be stepped: it runs until the agent has to speak, and goes on when the reply arrives.
 
-tau2's orchestrator calls the agent and blocks until it answers. Stepping it from outside instead (`Simulation.start`, then
-`reply` per turn) needs no thread that waits for a model, so thousands of episodes fit into a few worker threads and a batched
-sampler can drive many of them in lock-step. `Orchestrator.run`'s own loop is the reference; a test holds the two together.
+tau2's orchestrator calls the agent and blocks until it answers. Stepping it from outside instead (`Simulation.start`,
+then `reply` per turn) needs no thread that waits for a model, so thousands of episodes fit into a few worker threads
+and a batched sampler can drive many of them in lock-step. `Orchestrator.run`'s own loop is the reference; a test holds
+the two together.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class SteppedAgent(LLMAgent):
         self, message: ValidAgentInputMessage, state: LLMAgentState
     ) -> tuple[AssistantMessage, LLMAgentState]:
         if self.pending is None:
-            raise SimulationError("the orchestrator asked the agent to speak before a reply was given; call reply() first")
+            raise SimulationError(
+                "the orchestrator asked the agent to speak before a reply was given; call reply() first"
+            )
         reply, self.pending = self.pending, None
         state.messages.extend(_flatten(message))
         state.messages.append(reply)
@@ -62,7 +65,8 @@ class SteppedAgent(LLMAgent):
 class Simulation:
     """A conversation about one task. Not thread-safe; different simulations may run in different threads.
 
-    ``max_steps`` bounds tau2's steps (a message of agent, user or environment each), ``max_errors`` the failed tool calls.
+    ``max_steps`` bounds tau2's steps (a message of agent, user or environment each), ``max_errors`` the failed tool
+    calls.
     """
 
     def __init__(
@@ -104,7 +108,9 @@ class Simulation:
         return [*self._orchestrator.agent_state.messages, *incoming]
 
     def reply(self, message: AssistantMessage) -> list[Message] | None:
-        """Let the agent say ``message`` and run to its next turn; return the new messages for it, or None at the end."""
+        """Let the agent say ``message`` and run to its next turn; return the new messages for it, or None at the
+        end.
+        """
         if self.done:
             raise SimulationError("the conversation is over; no further reply is possible")
         # tau2 sorts a conversation by time: a message counts from when it is said, not from when it was composed
@@ -119,10 +125,11 @@ class Simulation:
         self._orchestrator.termination_reason = TerminationReason.MAX_STEPS
 
     def outcome(self) -> Outcome:
-        """Evaluate the finished conversation with tau2's evaluator (no model is asked: natural-language assertions are skipped).
+        """Evaluate the finished conversation with tau2's evaluator (no model is asked: natural-language assertions are
+        skipped).
 
-        An environment assertion that raises ValueError (the object it looks for does not exist) is a failed assertion: reward 0.
-        Any other error of the evaluator raises SimulationError.
+        An environment assertion that raises ValueError (the object it looks for does not exist) is a failed assertion:
+        reward 0. Any other error of the evaluator raises SimulationError.
         """
         if not self.done:
             raise SimulationError("the conversation is still going on; there is no outcome yet")
@@ -130,7 +137,9 @@ class Simulation:
         reward, note = 0.0, ""
         try:
             reward = float(
-                evaluate_simulation(run, self.task, EvaluationType.ALL, solo_mode=False, domain=cached_name(self.domain)).reward
+                evaluate_simulation(
+                    run, self.task, EvaluationType.ALL, solo_mode=False, domain=cached_name(self.domain)
+                ).reward
             )
         except ValueError as error:
             frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]

@@ -1,4 +1,5 @@
-"""The small policy's tokenizer: a byte-level BPE trained on tau2's own texts, saved as Hugging Face files with a chat template.
+"""The small policy's tokenizer: a byte-level BPE trained on tau2's own texts, saved as Hugging Face files with a chat
+template.
 
 Training is deterministic: the texts come in a fixed order and `tokenizers` breaks ties by id.
 """
@@ -60,7 +61,9 @@ Tools, one JSON schema per line:
 
 
 def build_tokenizer(folder: Path, *, vocab_size: int = 2048, focus: str = "mock") -> PreTrainedTokenizerFast:
-    """Train the tokenizer and write tokenizer.json, tokenizer_config.json and the template into ``folder`` (created)."""
+    """Train the tokenizer and write tokenizer.json, tokenizer_config.json and the template into ``folder``
+    (created).
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

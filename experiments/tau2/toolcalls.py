@@ -1,4 +1,6 @@
-"""Reading an agent's turn: reasoning, text and `<tool_call>` blocks; whatever the policy wrote, the result is a valid message."""
+"""Reading an agent's turn: reasoning, text and `<tool_call>` blocks; whatever the policy wrote, the result is a
+valid message.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ _THINK = re.compile(r"\A.*?</think>", re.DOTALL)
 def parse_agent_turn(text: str, turn: int) -> AssistantMessage:
     """The tau2 message of one generated turn; never raises.
 
-    Reasoning up to ``</think>`` is not shown to anyone. A block that is no JSON object of the form ``{"name": str, "arguments":
-    {...}}`` becomes a call of the tool `INVALID_TOOL`, which no environment has: the agent reads an error as the tool's answer
-    and may try again. Text beside a tool call is dropped, since tau2's protocol allows one or the other. Call ids are ``call_TURN_I``.
+    Reasoning up to ``</think>`` is not shown to anyone. A block that is no JSON object of the form ``{"name": str,
+    "arguments": {...}}`` becomes a call of the tool `INVALID_TOOL`, which no environment has: the agent reads an error
+    as the tool's answer and may try again. Text beside a tool call is dropped, since tau2's protocol allows one or the
+    other. Call ids are ``call_TURN_I``.
     """
     visible = _THINK.sub("", text, count=1)
     blocks = _CALL.findall(visible)

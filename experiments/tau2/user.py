@@ -1,8 +1,8 @@
 """A scripted user: the task's own scenario, told deterministically and without a second model.
 
-It states its request, answers questions with further facts of the scenario, confirms when it has nothing more to add, carries
-out device actions that the agent asks for by name (telecom), and says the stop word once the agent has acted and reports
-back. It never ends a conversation in which the agent has done nothing before its patience is used up.
+It states its request, answers questions with further facts of the scenario, confirms when it has nothing more to add,
+carries out device actions that the agent asks for by name (telecom), and says the stop word once the agent has acted
+and reports back. It never ends a conversation in which the agent has done nothing before its patience is used up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _FIRST_PERSON = (
 
 @dataclass(frozen=True)
 class UserScript:
-    """What the user will say: the request first, then one fact per question; and the device actions it is able to do."""
+    """What the user will say: the request first, then one fact per question; and the device actions it is able to
+    do.
+    """
 
     request: str
     facts: tuple[str, ...]
@@ -67,8 +69,8 @@ def script_of(task: Task) -> UserScript:
 class ScriptedUser(UserSimulator):
     """tau2's user role played from a `UserScript`.
 
-    ``count_agent_calls`` tells how many tool calls the agent has made so far; ``patience`` is how many confirmations it gives
-    without seeing the agent act before it gives up.
+    ``count_agent_calls`` tells how many tool calls the agent has made so far; ``patience`` is how many confirmations
+    it gives without seeing the agent act before it gives up.
     """
 
     def __init__(self, script: UserScript, count_agent_calls: Callable[[], int], patience: int = 1) -> None:
@@ -85,9 +87,7 @@ class ScriptedUser(UserSimulator):
     def get_init_state(self, message_history: list | None = None) -> UserState:
         return UserState(system_messages=[], messages=list(message_history or []))
 
-    def generate_next_message(
-        self, message: ValidUserInputMessage, state: UserState
-    ) -> tuple[UserMessage, UserState]:
+    def generate_next_message(self, message: ValidUserInputMessage, state: UserState) -> tuple[UserMessage, UserState]:
         incoming = message.tool_messages if isinstance(message, MultiToolMessage) else [message]
         state.messages.extend(incoming)
         reply = self._reply(incoming)

@@ -1,9 +1,11 @@
-"""The start policy: a short supervised run through the tree engine that ends where reinforcement learning has something to do.
+"""The start policy: a short supervised run through the tree engine that ends where reinforcement learning has
+something to do.
 
-First the policy learns each task's gold conversation until it can reproduce it. Then it learns the gold conversations of *other* tasks
-as well (distractors), so that it still knows every action but no longer which one a task wants. The second phase stops by
-measured reward, not by step count: sampled at the rollout's temperature, the policy must succeed in about a third of the episodes. A policy
-that starts at its gold-only optimum, or that is merely undertrained, does not learn from sampled rewards at this size.
+First the policy learns each task's gold conversation until it can reproduce it. Then it learns the gold conversations
+of *other* tasks as well (distractors), so that it still knows every action but no longer which one a task wants. The
+second phase stops by measured reward, not by step count: sampled at the rollout's temperature, the policy must succeed
+in about a third of the episodes. A policy that starts at its gold-only optimum, or that is merely undertrained, does
+not learn from sampled rewards at this size.
 
 Adam's moments are saved with the weights: a cold second moment makes the first policy-gradient steps far too large.
 """
@@ -39,7 +41,8 @@ class WarmStartError(RuntimeError):
 class WarmStartSettings:
     """Everything that decides the result besides tokenizer and package versions.
 
-    ``reward_low`` and ``reward_high`` bound the accepted start reward at ``temperature``; one outside ``reward_limits`` is an error.
+    ``reward_low`` and ``reward_high`` bound the accepted start reward at ``temperature``; one outside
+    ``reward_limits`` is an error.
     """
 
     domain: str = "mock"
@@ -114,10 +117,14 @@ class _Trainer:
                 self._report(f"warm start: gold step {step}, loss {loss:.3f}")
                 if loss < settings.gold_loss:
                     return step, loss
-        raise WarmStartError(f"loss on gold conversations is {loss:.3f} after {step} steps, expected {settings.gold_loss}")
+        raise WarmStartError(
+            f"loss on gold conversations is {loss:.3f} after {step} steps, expected {settings.gold_loss}"
+        )
 
     def blur(self) -> tuple[int, float]:
-        """Phase two; number of steps and the measured start reward. Shifts the mixture when the reward leaves its range."""
+        """Phase two; number of steps and the measured start reward. Shifts the mixture when the reward leaves its
+        range.
+        """
         settings, weight = self._settings, self._settings.distractor_weight
         distractors = _distractors(self._tasks, self._renderer)
         rewards: list[float] = []
@@ -127,14 +134,18 @@ class _Trainer:
             if step % settings.mix_check_every or step < settings.mix_min_steps:
                 continue
             rewards.append(self._measure(len(rewards)))
-            self._report(f"warm start: mix step {step}, distractor weight {weight:.2f}, sampled reward {rewards[-1]:.3f}")
+            self._report(
+                f"warm start: mix step {step}, distractor weight {weight:.2f}, sampled reward {rewards[-1]:.3f}"
+            )
             if settings.reward_low <= rewards[-1] <= settings.reward_high:
                 return step, rewards[-1]
             weight *= 0.6 if rewards[-1] < settings.reward_low else 1.5
         low, high = settings.reward_limits
         if low <= rewards[-1] <= high:
             return step, rewards[-1]
-        raise WarmStartError(f"start reward is {rewards[-1]:.3f} after {step} steps, wanted {low} to {high}; was {rewards}")
+        raise WarmStartError(
+            f"start reward is {rewards[-1]:.3f} after {step} steps, wanted {low} to {high}; was {rewards}"
+        )
 
     def _step(self, batch: _Batch, lr: float) -> None:
         self._policy.zero_grad()

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,8 +34,8 @@ T = TypeVar("T")
 class WorkflowSettings:
     """The workflow's part of ``econfig``.
 
-    ``turn_discount`` multiplies the reward once per turn before the last; ``invalid_format_penalty`` is taken from the training
-    reward (not from ``episode_reward``) when a tool call could not be parsed.
+    ``turn_discount`` multiplies the reward once per turn before the last; ``invalid_format_penalty`` is taken from the
+    training reward (not from ``episode_reward``) when a tool call could not be parsed.
     """
 
     domain: str = "mock"
@@ -45,10 +46,13 @@ class WorkflowSettings:
     @classmethod
     def of(cls, econfig: Any) -> WorkflowSettings:
         """From a mapping or a configuration record; raises ValueError for values and modes that do not exist here."""
-        given = dict(econfig) if isinstance(econfig, Mapping) else {k: v for k, v in vars(econfig).items() if v is not None}
+        items = econfig if isinstance(econfig, Mapping) else vars(econfig)
+        given = {key: value for key, value in items.items() if value is not None}
         for mode in ("user_llm", "solo_mode", "add_thinking_tool"):
             if given.get(mode):
-                raise ValueError(f"econfig.{mode}={given[mode]!r} is not available (the user is scripted); leave it unset")
+                raise ValueError(
+                    f"econfig.{mode}={given[mode]!r} is not available (the user is scripted); leave it unset"
+                )
         settings = cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
         if settings.domain not in DOMAINS:
             raise ValueError(f"econfig.domain={settings.domain!r} is unknown; choose one of {', '.join(DOMAINS)}")
@@ -62,12 +66,12 @@ class WorkflowSettings:
 class Tau2Workflow(RolloutWorkflow):
     """Runs tau2 episodes against any AReaL inference engine.
 
-    ``data`` names the task (``domain``, ``task_id``), and may hold ``_seed`` (fixes all sampling of the episode) and ``_greedy``
-    (an evaluation episode: ``eval_gconfig``, greedy). The model may be any whose chat template shows tool calls as
-    ``<tool_call>{json}</tool_call>``; ``template_args`` are given to that template (e.g. ``enable_thinking``).
+    ``data`` names the task (``domain``, ``task_id``), and may hold ``_seed`` (fixes all sampling of the episode) and
+    ``_greedy`` (an evaluation episode: ``eval_gconfig``, greedy). The model may be any whose chat template shows tool
+    calls as ``<tool_call>{json}</tool_call>``; ``template_args`` are given to that template (e.g. ``enable_thinking``).
 
-    ``threads`` run tau2's blocking code, each piece of which must end within ``step_timeout_s`` seconds; ``user_patience`` is the
-    scripted user's, ``max_errors`` the number of failed tool calls that ends an episode.
+    ``threads`` run tau2's blocking code, each piece of which must end within ``step_timeout_s`` seconds;
+    ``user_patience`` is the scripted user's, ``max_errors`` the number of failed tool calls that ends an episode.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Tau2Workflow(RolloutWorkflow):
             )
             response = await engine.agenerate(request)
             sample = Sample(response.output_tokens, response.output_logprobs, response.output_versions)
-            prompt = await self._in_thread(lambda sample=sample: episode.feed(sample))
+            prompt = await self._in_thread(partial(episode.feed, sample))
         outcome = await self._in_thread(episode.outcome)
         penalty = self.settings.invalid_format_penalty if episode.num_invalid_calls else 0.0
         return turns_to_rows(episode.turns, outcome.reward, self.settings.turn_discount, penalty)
@@ -122,9 +126,7 @@ class Tau2Workflow(RolloutWorkflow):
             max_tokens=gconfig.max_tokens,
             user_patience=self._user_patience,
         )
-        return TokenEpisode(
-            str(data.get("domain", self.settings.domain)), str(data["task_id"]), self._renderer, limits
-        )
+        return TokenEpisode(str(data.get("domain", self.settings.domain)), str(data["task_id"]), self._renderer, limits)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking tau2 code in the bounded pool; raises TimeoutError naming the limit."""
@@ -132,8 +134,9 @@ class Tau2Workflow(RolloutWorkflow):
         try:
             return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._pool, work), timeout_s)
         except TimeoutError as error:
+            limit = f"workflow_args.step_timeout_s={timeout_s:g}"
             raise TimeoutError(
-                f"tau2 did not finish a step within workflow_args.step_timeout_s={timeout_s:g} s; raise it, or workflow_args.threads"
+                f"tau2 did not finish a step within {limit}; raise it, or workflow_args.threads"
             ) from error
 
 
@@ -145,7 +148,8 @@ def turn_seed(seed: int, turn: int) -> int:
 def turns_to_rows(
     turns: list[Turn], reward: float, turn_discount: float = 1.0, penalty: float = 0.0
 ) -> dict[str, torch.Tensor]:
-    """AReaL's padded dict from an episode's turns: row n is turn n's full context and its own tokens, loss on those alone.
+    """AReaL's padded dict from an episode's turns: row n is turn n's full context and its own tokens, loss on those
+    alone.
 
     Row n's reward is ``(reward - penalty) * turn_discount ** (N - 1 - n)``. Raises ValueError without any turn.
     """

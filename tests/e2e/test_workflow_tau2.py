@@ -1,6 +1,7 @@
 """tau2's workflow against an AReaL engine: rows, masks, versions, rewards, seeds; the sampler and the prepared run.
 
-The engine here replays gold turns; servers and the executor are covered by the worker's tests. Not covered: real models and templates.
+The engine here replays gold turns; servers and the executor are covered by the worker's tests. Not covered: real
+models and templates.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ import pytest
 import torch
 from areal.api import ModelRequest, ModelResponse
 from areal.api.cli_args import GenerationHyperparameters
+from safetensors.torch import load_file, save_file
+
+from areal_dta.config import ConfigError, load_config
+from areal_dta.nn import DecoderConfig, load_decoder
+from areal_dta.nn.decoder import sequence_logits
 from experiments.tau2.chat import ChatRenderer
 from experiments.tau2.dataset import write_dataset
 from experiments.tau2.domains import task_ids
@@ -21,12 +27,8 @@ from experiments.tau2.episode import EpisodeLimits
 from experiments.tau2.gold import gold_replies
 from experiments.tau2.prepare import prepare, warm_start_settings
 from experiments.tau2.sampler import BatchSampler, common_prefix_len, mean_reward
+from experiments.tau2.warm_start import _Batch, _distractors, _play
 from experiments.tau2.workflow import Tau2Workflow, WorkflowSettings, turn_seed, turns_to_rows
-from safetensors.torch import load_file, save_file
-
-from areal_dta.config import ConfigError, load_config
-from areal_dta.nn import DecoderConfig, load_decoder
-from areal_dta.nn.decoder import sequence_logits
 
 QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart" / "quickstart.yaml"
 
@@ -50,7 +52,9 @@ class GoldEngine:
         )
 
 
-def run(folder: Path, domain: str, task_id: str, econfig: dict[str, Any] | None = None, **data: Any) -> tuple[Any, GoldEngine]:
+def run(
+    folder: Path, domain: str, task_id: str, econfig: dict[str, Any] | None = None, **data: Any
+) -> tuple[Any, GoldEngine]:
     gconfig = GenerationHyperparameters(n_samples=8, max_new_tokens=64, max_tokens=32768, temperature=0.8)
     workflow = Tau2Workflow(gconfig, str(folder), {"domain": domain, **(econfig or {})})
     engine = GoldEngine(ChatRenderer.load(folder), domain, task_id)
@@ -91,7 +95,9 @@ def test_requests_carry_one_sample_the_end_token_and_a_seed_fixed_by_the_episode
     eos = ChatRenderer.load(untrained_policy).eos_id
     _, engine = run(untrained_policy, "mock", "create_task_1", _seed=7)
     assert [r.metadata["sampling_seed"] for r in engine.requests] == [turn_seed(7, 0), turn_seed(7, 1)]
-    assert {(r.gconfig.n_samples, r.gconfig.greedy, r.gconfig.temperature) for r in engine.requests} == {(1, False, 0.8)}
+    assert {(r.gconfig.n_samples, r.gconfig.greedy, r.gconfig.temperature) for r in engine.requests} == {
+        (1, False, 0.8)
+    }
     assert all(eos in r.gconfig.stop_token_ids for r in engine.requests)
     _, engine = run(untrained_policy, "mock", "create_task_1", _greedy=True)
     assert all(r.gconfig.greedy for r in engine.requests)
@@ -196,3 +202,29 @@ def test_prepare_links_a_local_model_and_refuses_a_missing_one(untrained_policy:
         prepare(load_config(QUICKSTART, ["actor.path=nobody/nothing"]), tmp_path)
     with pytest.raises(ConfigError, match=r"prepare_args\.gold is unknown"):
         warm_start_settings(load_config(QUICKSTART, ["+prepare_args.gold=1"]), "mock")
+
+
+def test_warm_start_rows_weigh_what_the_agent_says_and_nothing_else(untrained_policy: Path) -> None:
+    renderer = ChatRenderer.load(untrained_policy)
+    gold = _play("mock", "update_task_1", "mock", "update_task_1", renderer)
+    said = renderer.tokenizer.decode([i for i, out in zip(gold.ids, gold.is_output) if out])
+    assert said == (
+        '<tool_call>{"name": "update_task_status", '
+        '"arguments": {"task_id": "task_1", "status": "completed"}}</tool_call>'
+        "<|im_end|>Done. Your request has been completed.<|im_end|>"
+    )
+    batch = _Batch.of([gold, gold], [1.0, 0.25])
+    assert float(batch.dlogp_T.sum()) == pytest.approx(-1.0)
+    first, second = batch.dlogp_T[: len(gold.ids)], batch.dlogp_T[len(gold.ids) :]
+    torch.testing.assert_close(second, first * 0.25)
+    assert [bool(c) for c in first[:-1]] == gold.is_output[1:]  # position t speaks about token t+1
+
+
+def test_distractors_let_every_task_see_every_other_action_once(untrained_policy: Path) -> None:
+    renderer = ChatRenderer.load(untrained_policy)
+    tasks = [("mock", task_id) for task_id in task_ids("mock")]
+    distractors = _distractors(tasks, renderer)
+    assert len(distractors) == len(tasks) * 3  # four distinct actions, one of them the task's own
+    golds = {tuple(_play(*task, *task, renderer).ids) for task in tasks}
+    assert not golds & {tuple(d.ids) for d in distractors}
+    assert [d.ids for d in distractors] == [d.ids for d in _distractors(tasks, renderer)]

@@ -155,7 +155,7 @@ class Background(threading.Thread):
     def run(self) -> None:
         try:
             self._outcome = self._function()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
             self._error = error
 
     def result(self) -> Any:

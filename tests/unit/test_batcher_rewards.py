@@ -81,7 +81,7 @@ def test_turn_level_rewards_keep_their_differences():
     second = replace(second, trajectory=replace(second.trajectory, rewards_S=np.array([0.5, 1.0])))
     config = settings(batch_groups=1, num_ranks=1, rewards=RewardSettings(mean_level="group"))
     (shard,) = assemble([[first, second]], 0, 0, config).shards
-    assert sorted(shard.rewards_S.tolist()) == [-0.5, -0.5, 0.0, 0.5]
+    assert sorted(shard.rewards_S.tolist()) == [-0.375, -0.375, 0.125, 0.625]  # mean over episodes of their turns
 
 
 def test_groups_are_dealt_evenly_and_by_seed_and_every_minibatch_is_cut_over_the_ranks():
@@ -105,3 +105,14 @@ def test_more_ranks_than_rows_leave_well_formed_empty_shards():
     assert sorted(s.num_rows for s in batch.shards) == [0, 0, 1, 1]
     empty = next(s for s in batch.shards if s.num_rows == 0)
     assert empty.offsets_S1.tolist() == [0] and empty.num_rows_total == 2 and empty.cost == 0.0
+
+
+def test_a_group_of_equal_episodes_with_unequal_turns_gets_no_exploding_rewards():
+    rewards = RewardSettings(mean_level="group", std_level="group", eps=1e-5)
+    config = settings(batch_groups=1, num_ranks=1, rewards=rewards)
+    group = [e for e in episodes(0, [0.0, 0.0], [2, 2])]
+    penalised = np.array([-0.1, 0.0], np.float32)  # one malformed turn in each
+    group = [replace(e, trajectory=replace(e.trajectory, rewards_S=penalised)) for e in group]
+    (shard,) = assemble([group], 0, 0, config).shards
+    assert np.abs(shard.rewards_S).max() < 2.0
+    assert len(np.unique(shard.rewards_S)) == 2

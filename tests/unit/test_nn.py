@@ -64,6 +64,7 @@ def test_the_shapes_asked_for_are_those_transformers_writes(tmp_path: Path):
         (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "unknown"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), "shape"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}), "dtype"),
+        (lambda t: t.update({"model.norm.weight": torch.full((48,), float("nan"))}), "NaN"),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(change: Any, message: str, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from pathlib import Path
@@ -9,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from areal_dta import metrics
 from areal_dta.nn import DecoderConfig, load_decoder
 from areal_dta.nn.decoder import DecoderWeights, sequence_logits
+from areal_dta.rollout.server import paged_attention
+from areal_dta.rollout.server.engine import Engine, EngineDead
 from areal_dta.rollout.server.kv_cache import CacheFull, KVCache
 from areal_dta.rollout.server.paged_attention import Span, find_shared
 from areal_dta.rollout.server.sampler import SampleRow, gumbel_noise, sample
-from areal_dta.rollout.server.sequence import Completion, SamplingParams
+from areal_dta.rollout.server.scheduler import SchedulerLimits
+from areal_dta.rollout.server.sequence import Completion, GenerationRequest, SamplingParams
 from tests.unit.server_kit import make_scheduler, run_requests
 from tests.unit.tiny_models import FAMILIES, save_tiny_model
 
@@ -62,9 +67,14 @@ def test_greedy_output_is_transformers_output(family: str, tmp_path: Path):
         assert scheduler.cache.num_available == scheduler.cache.num_pages
 
 
-def test_sampled_logprobs_equal_a_full_forward(folder: Path):
+@pytest.mark.parametrize("pass_overhead_keys", [0, 2048, 10**9], ids=["every-level-shared", "default", "never-shared"])
+def test_sampled_logprobs_equal_a_full_forward(pass_overhead_keys: int, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(paged_attention, "PASS_OVERHEAD_KEYS", pass_overhead_keys)
     scheduler = make_scheduler(folder)
-    for completion in run_requests(scheduler, make_prompts(20), SAMPLED):
+    rng = random.Random(4)
+    trunk, branch = ([rng.randrange(2, 300) for _ in range(200)] for _ in range(2))
+    forks = [trunk + branch[: 40 * (i % 5)] + [rng.randrange(2, 300) for _ in range(9)] for i in range(15)]
+    for completion in run_requests(scheduler, [*make_prompts(20), *forks], SAMPLED):
         expected = full_logprobs(scheduler.runner.weights, completion, SAMPLED.temperature)
         assert (torch.tensor(completion.output_logprobs) - expected).abs().max() < 1e-5
 
@@ -278,3 +288,27 @@ def test_the_tree_cannot_be_reset_under_a_sequence():
     cache.unlock(path)
     cache.reset_tree()
     assert cache.num_available == 4
+
+
+def test_a_model_thread_that_fails_answers_everybody_and_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    weights = load_decoder(folder, DecoderConfig.from_folder(folder), torch.float32)
+    engine = Engine(weights, "v0", SchedulerLimits(), metrics.init("test", None))
+
+    def broken() -> int:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine._scheduler, "step", broken)
+
+    async def ask() -> Completion:
+        request = GenerationRequest("r", (2, 3), SAMPLED, 1)
+        return await asyncio.wait_for(engine.submit(request), 20)
+
+    engine.start()
+    finish = asyncio.run(ask()).finish
+    assert finish.kind == "error"
+    assert "no room" in str(finish.message)
+    assert isinstance(engine.error, MemoryError)
+    assert not engine.alive
+    engine.stop(10)
+    with pytest.raises(EngineDead, match="no room"):
+        engine.pause("abort")

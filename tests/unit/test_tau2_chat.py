@@ -1,6 +1,8 @@
-"""Tokens of a conversation: nothing sampled is re-tokenised, malformed turns stay valid messages, the tokenizer is reproducible.
+"""Tokens of a conversation: nothing sampled is re-tokenised, malformed turns stay valid messages, the tokenizer is
+reproducible.
 
-Not covered: the templates of real models (they are not in the repository); one that rewrites earlier turns stands in for them.
+Not covered: the templates of real models (they are not in the repository); one that rewrites earlier turns stands in
+for them.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ import random
 from pathlib import Path
 
 import pytest
+from tau2.data_model.message import AssistantMessage, ToolMessage, UserMessage
+
 from experiments.tau2.chat import ChatError, ChatRenderer, load_tokenizer
 from experiments.tau2.domains import task_ids, tool_schemas
 from experiments.tau2.episode import EpisodeLimits, Sample, TokenEpisode
@@ -16,7 +20,6 @@ from experiments.tau2.gold import gold_replies
 from experiments.tau2.simulation import Simulation
 from experiments.tau2.tokenizer import EOS, build_tokenizer, tokenizer_digest
 from experiments.tau2.toolcalls import EMPTY_REPLY, INVALID_TOOL, parse_agent_turn
-from tau2.data_model.message import AssistantMessage, ToolMessage, UserMessage
 
 FORGETFUL_TEMPLATE = """\
 {%- for m in messages -%}
@@ -75,7 +78,9 @@ def test_every_prompt_extends_the_previous_prompt_and_its_sample(renderer: ChatR
         assert episode.outcome().reward == 1.0
 
 
-def test_the_incremental_prompt_is_the_one_the_template_gives_for_the_whole_conversation(renderer: ChatRenderer) -> None:
+def test_the_incremental_prompt_is_the_one_the_template_gives_for_the_whole_conversation(
+    renderer: ChatRenderer,
+) -> None:
     simulation = Simulation("mock", "create_task_1")
     messages = simulation.start()
     tools = tool_schemas("mock")

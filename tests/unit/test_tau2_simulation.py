@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tau2.data_model.message import AssistantMessage, ToolCall
+from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
+from tau2.orchestrator.orchestrator import Orchestrator
+
 from experiments.tau2.domains import cached_name, get_task, make_environment, task_ids
 from experiments.tau2.gold import gold_replies
 from experiments.tau2.simulation import Outcome, Simulation, SimulationError, SteppedAgent
 from experiments.tau2.user import GO_AHEAD, ScriptedUser, UserScript, first_person, script_of
-from tau2.data_model.message import AssistantMessage, ToolCall
-from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
-from tau2.orchestrator.orchestrator import Orchestrator
 
 
 def say(text: str) -> AssistantMessage:
@@ -73,8 +74,9 @@ def test_stepping_equals_the_orchestrators_own_loop() -> None:
         ("create_task_1", [call("no_such_tool")], 60),
     ):
         environment = make_environment("mock")
-        agent = TalkingAgent(tools=environment.get_tools(), domain_policy=environment.get_policy(), llm="x", llm_args={})
-        agent.script = [m.model_copy(update={"timestamp": None}) for m in replies]
+        agent = TalkingAgent(
+            tools=environment.get_tools(), domain_policy=environment.get_policy(), llm="x", llm_args={}
+        )
         agent.script = list(replies)
         task = get_task("mock", task_id)
         user = ScriptedUser(script_of(task), lambda agent=agent: agent.num_calls)
@@ -86,7 +88,9 @@ def test_stepping_equals_the_orchestrators_own_loop() -> None:
             simulation.reply(replies[min(turn, len(replies) - 1)])
             turn += 1
         stepped = simulation._simulation_run()
-        whole.get_trajectory = lambda whole=whole: list(whole.trajectory)  # composed beforehand: time order means nothing
+        whole.get_trajectory = lambda whole=whole: list(
+            whole.trajectory
+        )  # composed beforehand: time order means nothing
         run = whole.run()
         assert run.termination_reason == stepped.termination_reason
         assert [(m.role, m.content) for m in run.messages] == [(m.role, m.content) for m in stepped.messages]

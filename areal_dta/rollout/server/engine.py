@@ -112,6 +112,7 @@ class Engine:
             "prompt_tokens": s.stats.prompt_tokens,
             "prompt_cached_tokens": s.stats.cached_tokens,
             "retractions": s.stats.retractions,
+            "steps": s.stats.steps,
         }
 
     def submit(self, request: GenerationRequest) -> asyncio.Future[Completion]:

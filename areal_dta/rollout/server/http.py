@@ -21,7 +21,8 @@ OPEN_PATHS = frozenset({"/health"})
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
-    return web.Response(text=json.dumps(body), status=status, content_type="application/json")
+    """NaN and infinities are not JSON: a body that holds one raises ValueError (and so becomes a 500)."""
+    return web.Response(text=json.dumps(body, allow_nan=False), status=status, content_type="application/json")
 
 
 def guard(api_key: str | None, headers: dict[str, str] | None = None) -> Any:

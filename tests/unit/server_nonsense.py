@@ -1,0 +1,45 @@
+"""Bodies that /generate must refuse: (body, status, part of the reason); for 320 tokens and 1,024 positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BAD: list[tuple[dict[str, Any] | bytes, int, str]] = [
+    (b"{", 400, "not JSON"),
+    (b"[1]", 400, "must be a JSON object"),
+    (b'{"input_ids": [NaN]}', 400, "not JSON"),
+    (b"\xff\xfe", 400, "not JSON"),
+    (b"[" * 100_000, 400, "not JSON"),
+    ({}, 400, "exactly one of input_ids and text"),
+    ({"input_ids": [2], "text": "x"}, 400, "exactly one of input_ids and text"),
+    ({"input_ids": []}, 400, "no tokens"),
+    ({"input_ids": [[2], []]}, 400, "no tokens"),
+    ({"input_ids": "abc"}, 400, "input_ids must be list"),
+    ({"input_ids": [2, "3"]}, 400, "input_ids[1] must be int"),
+    ({"input_ids": [2, True]}, 400, "input_ids[1] must be int"),
+    ({"input_ids": [2, 2.5]}, 400, "input_ids[1] must be int"),
+    ({"input_ids": [320]}, 400, "outside the vocabulary"),
+    ({"input_ids": [-1]}, 400, "outside the vocabulary"),
+    ({"input_ids": [2] * 1024}, 400, "the prompt has 1024 tokens"),
+    ({"input_ids": [2], "stream": True}, 400, "stream=true is not supported"),
+    ({"input_ids": [2], "lora_path": "x"}, 400, "lora_path"),
+    ({"input_ids": [2], "sampling_param": {}}, 400, "did you mean 'sampling_params'"),
+    ({"input_ids": [2], "rid": 5}, 400, "rid must be str"),
+    ({"input_ids": [2], "logprob_start_len": -5, "return_logprob": True}, 400, "logprob_start_len"),
+    ({"input_ids": [2], "sampling_params": []}, 400, "0 sampling_params for 1 prompts"),
+    ({"input_ids": [2], "sampling_params": {"temprature": 1}}, 400, "did you mean 'temperature'"),
+    ({"input_ids": [2], "sampling_params": {"temperature": -1}}, 400, "temperature=-1.0 is outside"),
+    ({"input_ids": [2], "sampling_params": {"temperature": "hot"}}, 400, "temperature must be"),
+    ({"input_ids": [2], "sampling_params": {"max_new_tokens": -1}}, 400, "max_new_tokens=-1 is outside"),
+    ({"input_ids": [2], "sampling_params": {"max_new_tokens": 1.5}}, 400, "max_new_tokens must be int"),
+    ({"input_ids": [2], "sampling_params": {"max_new_tokens": True}}, 400, "max_new_tokens must be a number"),
+    ({"input_ids": [2], "sampling_params": {"min_new_tokens": 5, "max_new_tokens": 4}}, 400, "exceeds"),
+    ({"input_ids": [2], "sampling_params": {"top_p": 0}}, 400, "top_p=0.0 is outside"),
+    ({"input_ids": [2], "sampling_params": {"top_p": 1.5}}, 400, "top_p=1.5 is outside"),
+    ({"input_ids": [2], "sampling_params": {"top_k": -2}}, 400, "top_k=-2 is outside"),
+    ({"input_ids": [2], "sampling_params": {"stop": [""]}}, 400, "non-empty strings"),
+    ({"input_ids": [2], "sampling_params": {"n": 0}}, 400, "n=0 is outside"),
+    ({"input_ids": [2], "sampling_params": {"n": 10**6}}, 400, "n=1000000 is outside"),
+    ({"input_ids": [[2]] * 2, "sampling_params": {"n": 1000}}, 400, "at most 1024"),
+    ({"input_ids": [2], "sampling_params": {"min_p": 0.1}}, 400, "min_p=0.1 is not supported"),
+]
