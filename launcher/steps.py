@@ -24,13 +24,10 @@ class StepRow:
 
     step: int
     values: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    ended_t: float | None = None  # unix seconds
 
     def put(self, record: MetricRecord) -> None:
         source = record.labels.get("rank")
         self.values.setdefault(record.name, {})[record.proc if source is None else str(source)] = record.value
-        if record.name == "time/step":
-            self.ended_t = record.t
 
     def by_source(self, name: str) -> dict[str, float]:
         """Finite values of ``name`` by rank or process, ordered by rank number."""

@@ -25,7 +25,6 @@ class CostModel:
 
     per_token: float
     per_pair: float
-    unit: str = "flop"
 
     def span(self, start: ArrayLike, end: ArrayLike) -> np.ndarray:
         """Cost of the path positions start <= d < end, elementwise, as float64."""
@@ -38,7 +37,7 @@ class CostModel:
         return float(self.span(rows.lcp_R, rows.lens_R).sum())
 
 
-TREE_TOKENS = CostModel(1.0, 0.0, "tokens")
+TREE_TOKENS = CostModel(1.0, 0.0)
 
 
 def flop_model(
