@@ -18,7 +18,7 @@ EXIT_WRONG_INPUT = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)
@@ -29,6 +29,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_WRONG_INPUT
     except BrokenPipeError:  # the reader of our output is gone, e.g. `| head`
         return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Like `parse_args`, but ``key=value`` may stand after options, where argparse no longer fills a ``nargs='*'``."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    late = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(late) < len(rest) or (late and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in late) or ' '.join(late)}")
+    if late:
+        args.overrides = [*args.overrides, *late]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
