@@ -61,6 +61,14 @@ def _mix_(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _uniform(words: torch.Tensor) -> torch.Tensor:
+    """Random 32-bit words (int32) as fp32 in (0, 1), with all 32 bits near 0: there the Gumbel value is large and decides who
+    wins. A plain conversion would round the smallest 64 words to 0, and hopeless tokens would win 60 times too often.
+    """
+    low = (words & 0xFF).float().add_(0.5).mul_(2.0**-8)
+    return ((words >> 8) & 0xFFFFFF).float().add_(low).mul_(2.0**-24).clamp_(max=1 - 2.0**-24)
+
+
 def gumbel_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise (B, V) in fp32 for the (seed, position) ``keys``."""
     words = [_splitmix(_splitmix(seed & MASK64) ^ position) for seed, position in keys]
@@ -68,8 +76,7 @@ def gumbel_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch
     second_B1 = torch.tensor([[_signed32(w >> 32)] for w in words], dtype=torch.int32, device=device)
     x_BV = torch.arange(vocab_size, dtype=torch.int32, device=device) ^ first_B1
     x_BV = _mix_(_mix_(x_BV).add_(second_B1))
-    # To (0, 1), fine-grained towards 0: there the Gumbel value is large and decides who wins.
-    uniform_BV = x_BV.float().add_(2.0**31 + 0.5).mul_(2.0**-32).clamp_(2.0**-33, 1 - 2.0**-24)
+    uniform_BV = _uniform(x_BV)
     return uniform_BV.neg_().log1p_().neg_().log_().neg_()
 
 
