@@ -58,8 +58,8 @@ class WarmStartSettings:
     mix_max_steps: int = 48
     mix_check_every: int = 4
     distractor_weight: float = 0.35
-    reward_low: float = 0.28
-    reward_high: float = 0.38
+    reward_low: float = 0.24
+    reward_high: float = 0.34
     reward_limits: tuple[float, float] = (0.2, 0.45)
     temperature: float = 0.8
     max_new_tokens: int = 96
@@ -139,7 +139,7 @@ class _Trainer:
             )
             if settings.reward_low <= rewards[-1] <= settings.reward_high:
                 return step, rewards[-1]
-            weight *= 0.6 if rewards[-1] < settings.reward_low else 1.5
+            weight *= 0.8 if rewards[-1] < settings.reward_low else 1.5
         low, high = settings.reward_limits
         if low <= rewards[-1] <= high:
             return step, rewards[-1]
