@@ -303,8 +303,8 @@ def write_trace(path: Path, trajectories: list[Trajectory], domain: str, step: i
 def _as_chain(traj: Trajectory) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
     """Merge sequences that extend their predecessor.
 
-    Returns (token lo, token hi of the longest, loss spans as (start, end, lo of the sequence that owns it)), start and end
-    relative to lo.
+    Returns (token lo, token hi of the longest, loss spans as (start, end, lo of the sequence that owns it)), start and
+    end relative to lo.
     """
     out: list[tuple[int, int, list[tuple[int, int, int]]]] = []
     for s in range(traj.num_sequences):

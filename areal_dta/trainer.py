@@ -32,6 +32,7 @@ from areal_dta.bridge import actor_config, batch_of_shard, finetune_spec, flat_o
 from areal_dta.checkpoints import STATE, CheckpointSchedule, CheckpointStore, TrainerState
 from areal_dta.config import Config, load_run_config
 from areal_dta.engine import PlanSettings
+from areal_dta.process_log import set_up_logging
 from areal_dta.publish import prune_versions
 from areal_dta.records import LaunchPlan, Shard, WeightVersion
 from areal_dta.train_engine import DtaTrainEngine, EngineSettings
@@ -267,9 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--index", type=int, required=True, help="rank")
     args = parser.parse_args(argv)
-    logging.basicConfig(
-        stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
-    )
+    set_up_logging()
     _exit_on_signals()
     try:
         config = load_run_config(args.run)

@@ -8,7 +8,15 @@ _._hello, _._reject, _._heartbeat, _._published, _._commit, _._eval_start, _._ev
 _._results_queue, _._get_save_and_finalize_callbacks, _.wait_stream, _.wait_event, _.synchronize, _.record_event
 _.input_layernorm, _.pre_mlp_layernorm, _.core_attention, _.q_layernorm, _.k_layernorm
 # AReaL's TrainEngine and executor interfaces
-_.initialized, _.optimizer_zero_grad, _.lr_scheduler_step, _.forward_batch, _.aggregate_fn, _.mb_list, _.process_output_fn
+(
+    _.initialized,
+    _.optimizer_zero_grad,
+    _.lr_scheduler_step,
+    _.forward_batch,
+    _.aggregate_fn,
+    _.mb_list,
+    _.process_output_fn,
+)
 _.forward_only, _.connect_engine, _.onload, _.get_device_stats, _.poll_wait_time
 # tau2, tokenizers and http.server call or read these
 _.get_init_state, _.pre_tokenizer, _.do_POST, _.log_message

@@ -18,7 +18,7 @@ def shape(reward: np.ndarray, settings: RewardSettings) -> np.ndarray:
 
 
 def episode_moments(rewards_S: np.ndarray) -> tuple[float, float]:
-    """(mean, mean square around it) of the shaped rewards of one episode's sequences: its share in the group's moments."""
+    """(mean, mean square around it) of one episode's shaped sequence rewards: its share in the group's moments."""
     return float(rewards_S.mean()), float(rewards_S.var())
 
 
@@ -27,9 +27,9 @@ def standardise(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(mean, divisor) to apply to the sequences of each episode of each group, given the groups' episode means.
 
-    ``within`` holds each episode's own mean square around its mean (0 when all turns share one reward). It belongs in the
-    deviation: in a group of equal episodes whose turns differ, the deviation would else be 0 and the turns' differences would
-    be divided by eps.
+    ``within`` holds each episode's own mean square around its mean (0 when all turns share one reward). It belongs in
+    the deviation: in a group of equal episodes whose turns differ, the deviation would else be 0 and the turns'
+    differences would be divided by eps.
 
     The formulas are those of AReaL 1.0.4's ``areal.utils.data.Normalization`` without a mask (mean over the group or
     the batch, optionally leaving the element itself out; standard deviation around that mean; eps only where there is a

@@ -24,8 +24,8 @@ from areal.api import RolloutWorkflow
 from areal_dta import metrics
 from areal_dta.channel import AsyncRpcClient, RpcError
 from areal_dta.config import load_run_config
+from areal_dta.process_log import set_up_logging
 from areal_dta.records import LaunchPlan
-from areal_dta.rollout import worker_loop
 from areal_dta.rollout.worker_agent import install_tool_call_parser
 from areal_dta.rollout.worker_engine import RouterEngine
 from areal_dta.rollout.worker_loop import Worker, WorkerError
@@ -48,18 +48,6 @@ async def _work(settings: WorkerSettings, plan: LaunchPlan, engine: RouterEngine
     finally:
         await rpc.close()
         publisher.close()
-
-
-def _set_up_logging() -> None:
-    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=text)
-    # AReaL replaces the root logger whenever one of its modules asks for a logger, so loggers made since its import
-    # have a root without handlers; what they say ends at the handler of last resort.
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(logging.Formatter(text))
-        logging.lastResort.setLevel(logging.INFO)
-    for logger in (log, worker_loop.log):
-        logger.setLevel(logging.INFO)
 
 
 def _connect(engine: RouterEngine, name: str, router: str) -> None:
@@ -87,6 +75,7 @@ def _run(run_dir: Path, index: int) -> None:
     workflow = load_workflow(config, run_dir)
     engine = RouterEngine(areal_config(config, settings), plan.api_key, patience_s=config.runtime.start_timeout_s)
     _connect(engine, settings.name, plan.router)
+    set_up_logging()  # once more: the workflow brought modules of its own
     try:
         uvloop.run(_work(settings, plan, engine, workflow))
     finally:
@@ -94,12 +83,12 @@ def _run(run_dir: Path, index: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; the exit code is 0 after draining or SIGTERM, 1 with the cause on stderr otherwise."""
+    """Entry point; the exit code is 0 after draining or SIGTERM, 1 with the cause in the last log line otherwise."""
     parser = argparse.ArgumentParser(prog="areal_dta.rollout.worker", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--index", type=int, required=True, help="which worker of the run this is")
     args = parser.parse_args(argv)
-    _set_up_logging()
+    set_up_logging()
     try:
         _run(args.run, args.index)
     except (WorkerError, OSError, RpcError, ValueError) as error:

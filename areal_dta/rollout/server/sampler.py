@@ -62,8 +62,9 @@ def _mix_(x: torch.Tensor) -> torch.Tensor:
 
 
 def _uniform(words: torch.Tensor) -> torch.Tensor:
-    """Random 32-bit words (int32) as fp32 in (0, 1), with all 32 bits near 0: there the Gumbel value is large and decides who
-    wins. A plain conversion would round the smallest 64 words to 0, and hopeless tokens would win 60 times too often.
+    """Random 32-bit words (int32) as fp32 in (0, 1), with all 32 bits near 0: there the Gumbel value is large and
+    decides who wins. A plain conversion would round the smallest 64 words to 0, and hopeless tokens would win 60 times
+    too often.
     """
     low = (words & 0xFF).float().add_(0.5).mul_(2.0**-8)
     return ((words >> 8) & 0xFFFFFF).float().add_(low).mul_(2.0**-24).clamp_(max=1 - 2.0**-24)
