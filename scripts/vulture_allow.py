@@ -17,7 +17,8 @@ _.input_layernorm, _.pre_mlp_layernorm, _.core_attention, _.q_layernorm, _.k_lay
     _.mb_list,
     _.process_output_fn,
 )
-_.forward_only, _.connect_engine, _.onload, _.get_device_stats, _.poll_wait_time
+_.forward_only
+_.connect_engine, _.onload, _.get_device_stats, _.poll_wait_time
 # tau2, tokenizers and http.server call or read these
 _.get_init_state, _.pre_tokenizer, _.do_POST, _.log_message
 # records that are written out whole (JSON, HF config), or read by the dashboard's script

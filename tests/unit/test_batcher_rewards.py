@@ -110,7 +110,7 @@ def test_more_ranks_than_rows_leave_well_formed_empty_shards():
 def test_a_group_of_equal_episodes_with_unequal_turns_gets_no_exploding_rewards():
     rewards = RewardSettings(mean_level="group", std_level="group", eps=1e-5)
     config = settings(batch_groups=1, num_ranks=1, rewards=rewards)
-    group = [e for e in episodes(0, [0.0, 0.0], [2, 2])]
+    group = episodes(0, [0.0, 0.0], [2, 2])
     penalised = np.array([-0.1, 0.0], np.float32)  # one malformed turn in each
     group = [replace(e, trajectory=replace(e.trajectory, rewards_S=penalised)) for e in group]
     (shard,) = assemble([group], 0, 0, config).shards
