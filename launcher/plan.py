@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ QUIET_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
+# Megatron and torch warn dozens of times about packages that are optional; set PYTHONWARNINGS=default to see them.
+NOISE = "ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning"
 Role = Literal["server", "router", "worker", "batcher", "trainer"]
 
 
@@ -155,7 +158,8 @@ def _spec(
 def worker_env(config: Config) -> dict[str, str]:
     """Environment of every process of a run: no network look-ups, and no more threads than asked for."""
     threads = str(config.runtime.threads_per_process)
-    return {**QUIET_ENV, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    warnings = os.environ.get("PYTHONWARNINGS", NOISE)
+    return {**QUIET_ENV, "PYTHONWARNINGS": warnings, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 def describe(spec: ProcessSpec) -> dict[str, Any]:
