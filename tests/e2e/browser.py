@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,7 @@ async def open_page(
     process = await asyncio.create_subprocess_exec(
         find_chromium(), *FLAGS, f"--user-data-dir={profile}", "about:blank",
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
     )  # fmt: skip
     assert process.stderr is not None
     drain = None
@@ -143,6 +145,8 @@ async def open_page(
         except TimeoutError:
             process.kill()
             await process.wait()
+        with contextlib.suppress(ProcessLookupError):  # its helpers, which still write to the profile
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _devtools_port(stderr: asyncio.StreamReader) -> int:

@@ -32,7 +32,7 @@ async def _check_served(run_dir: Path, may_be_empty: frozenset[str]) -> dict[str
     dashboard = Dashboard(run_dir)
     url = await dashboard.start()
     try:
-        with tempfile.TemporaryDirectory() as profile:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
             async with open_page(url, Path(profile)) as page:
                 points = await read_points(page)
                 assert all(request.startswith(url) for request in page.requests), page.requests

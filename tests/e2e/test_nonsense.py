@@ -202,7 +202,7 @@ def test_every_shipped_config_passes_a_dry_run(tmp_path: Path, path: Path) -> No
 def test_dry_run_prints_processes_ports_values_and_notices() -> None:
     answer = command("run", str(QUICKSTART), "actor.backend=fsdp:d2", "batcher.port=7123", "--dry-run")
     assert answer.code == 0
-    for part in ("fsdp:d2 runs on Megatron-core", "trainer.1", "port 7123", "port any free", "lr: 0.00015"):
+    for part in ("fsdp:d2 runs on Megatron-core", "trainer.1", "port 7123", "port any free", "lr: 0.0002"):
         assert part in answer.stdout
 
 

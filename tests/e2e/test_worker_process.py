@@ -135,15 +135,15 @@ def test_main_returns_one_and_says_why_when_it_cannot_work(
 ) -> None:
     write_run(tmp_path, "tcp://127.0.0.1:9", server, workflow="tests.e2e.worker_fakes.Nowhere")
     assert main(["--run", str(tmp_path), "--index", "0"]) == 1
-    assert "has no attribute 'Nowhere'" in capsys.readouterr().err
+    assert "has no attribute 'Nowhere'" in capsys.readouterr().out
     runtime = {"step_timeout_s": 0.5, "stop_timeout_s": 8.0, "start_timeout_s": 5.0}
     write_run(tmp_path, "tcp://127.0.0.1:9", server, runtime=runtime)
     assert main(["--run", str(tmp_path), "--index", "0"]) == 1
-    assert "no answer to 'hello' from tcp://127.0.0.1:9 within 0.5 s" in capsys.readouterr().err
+    assert "no answer to 'hello' from tcp://127.0.0.1:9 within 0.5 s" in capsys.readouterr().out
     server.api_key = "another"
     write_run(tmp_path, "tcp://127.0.0.1:9", server, runtime={**runtime, "start_timeout_s": 0.5})
     assert main(["--run", str(tmp_path), "--index", "0"]) == 1
-    assert "was not healthy within 0.5 s" in capsys.readouterr().err
+    assert "was not healthy within 0.5 s" in capsys.readouterr().out
 
 
 def test_a_workflow_gets_the_parameters_it_names(server: FakeServer, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_changed_copy_is_checked() -> None:
         ("actor.backend=megatron:d2e2", ["actor.backend", "expert parallelism"]),
         ("actor.backend=megatron:d2x2", ["actor.backend", "'x'"]),
         ("actor.backend=vllm:d2", ["actor.backend=vllm:d2", "megatron:d2"]),
-        ("actor.backend=megatron:d100", ["100 data-parallel ranks", "train_dataset.batch_size"]),
+        ("actor.backend=megatron:d1000", ["1000 data-parallel ranks", "train_dataset.batch_size"]),
         ("rollout.backend=embedded:d1t2", ["rollout.backend=embedded:d1t2", "embedded:d1"]),
         ("rollout.backend=vllm:d1", ["rollout.backend=vllm:d1", "sglang"]),
         ("rollout.backend=sglang:d8", ["10 devices", "cluster.n_gpus_per_node"]),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from areal_dta.batcher import spool as spool_module
 from areal_dta.batcher.ledger import Event
 from areal_dta.batcher.spool import GroupCommit, Spool, SpoolError
 
@@ -70,7 +72,10 @@ def test_a_tail_torn_at_any_byte_loses_only_the_record_it_tears(data, tmp_path_f
     assert read(directory) == [*range(whole), 9]
 
 
-def test_a_torn_tail_is_reported(tmp_path, caplog):
+def test_a_torn_tail_is_reported(tmp_path, caplog, monkeypatch):
+    # Of its own, since libraries that were imported before may have replaced the root logger that caplog listens to.
+    monkeypatch.setattr(spool_module, "log", logging.Logger("spool"))
+    spool_module.log.addHandler(caplog.handler)
     write(tmp_path, [event(0), event(1)])
     path = tmp_path / "00000001.log"
     os.truncate(path, path.stat().st_size - 1)
