@@ -56,7 +56,9 @@ class CheckpointStore:
         staging, folder = self.staging(state.step), self.folder(state.step)
         (staging / "trainer.json").write_text(json.dumps(asdict(state)))
         if folder.exists():  # of an earlier launch: a resumed run trains the step again
-            os.replace(folder, self.root / f"{folder.name}.old.partial")
+            old = self.root / f"{folder.name}.old.partial"
+            shutil.rmtree(old, ignore_errors=True)  # of a crash right here, twice
+            os.replace(folder, old)
         os.replace(staging, folder)
         tmp = self.root / "latest.json.partial"
         with tmp.open("w") as file:

@@ -105,7 +105,7 @@ def shard_of_trace(trace: Mapping[str, np.ndarray], rank: int, dp: int) -> Shard
     mine_T = np.concatenate([np.arange(offsets_S1[r], offsets_S1[r + 1]) for r in chosen] or [np.zeros(0, np.int64)])
     episode_S = trace["turn_traj"][keep][chosen]
     versions_T = np.where(loss_T, trace["versions"][take_T], -1)
-    known_T = loss_T & (versions_T >= 0)
+    known_T = loss_T & (versions_T != -1)
     _, task = np.unique(trace["task_id"], return_inverse=True)
     mean = np.bincount(task, trace["reward"]) / np.bincount(task)
     return Shard(

@@ -44,6 +44,7 @@ log = logging.getLogger("areal_dta.trainer")
 KEEP_VERSIONS = 4  # weight folders on disk: the served one, the next, and two for servers that are late
 COLLECTIVE_MARGIN_S = 60.0  # a rank that waits for a peer outlasts the peer's own wait, so the cause is named first
 EVAL_POLL_S = 2.0
+MAX_SKIPPED_STEPS = 8
 EXIT_SIGNALLED = 143
 
 
@@ -57,7 +58,7 @@ class Trainer:
         self.timeout_s = self.config.runtime.step_timeout_s
         self.metrics = metrics.init(f"trainer.{rank}", self.plan.metrics)
         self.store = CheckpointStore(run_dir / "checkpoints")
-        num_items = _num_items(run_dir / "dataset" / "train.jsonl")
+        self.num_items = num_items = _num_items(run_dir / "dataset" / "train.jsonl")
         self.num_eval_items = _num_items(run_dir / "dataset" / "eval.jsonl")
         self.total_steps = self.config.total_steps(num_items)
         if self.total_steps < 1:
@@ -68,7 +69,8 @@ class Trainer:
         self.batcher = BatcherLink(self.plan.batcher, f"trainer.{rank}", self.timeout_s)
         self.engine = self._build_engine()
         self.actor = make_actor(self.engine.config, self.engine)
-        self.checkpoint_plan = self._checkpoint_schedule()
+        self._skipped = 0  # training steps in a row without an optimizer step
+        self.checkpoint_plan = CheckpointSchedule(*self.config.checkpoint_intervals(num_items))
 
     def _build_engine(self) -> DtaTrainEngine:
         plan, model = self.plan, self.run_dir / "model"
@@ -94,17 +96,6 @@ class Trainer:
         engine.create_process_group()
         engine.initialize(None, finetune_spec(self.total_steps))
         return engine
-
-    def _checkpoint_schedule(self) -> CheckpointSchedule:
-        sections = (self.config.recover, self.config.saver)
-        steps = [s.freq_steps for s in sections if s.freq_steps]
-        seconds = [s.freq_secs for s in sections if s.freq_secs]
-        steps += [s.freq_epochs * self._steps_per_epoch for s in sections if s.freq_epochs]
-        return CheckpointSchedule(min(steps, default=None), min(seconds, default=None))
-
-    @property
-    def _steps_per_epoch(self) -> int:
-        return max(1, self.total_steps // self.config.total_train_epochs)
 
     # ---- the run ----
 
@@ -167,16 +158,26 @@ class Trainer:
         engine.step_lr_scheduler()
         compute_s = time.perf_counter() - computing
         stats = training_metrics(engine.export_stats())
+        self._check_progress(stats, step)
         with span("time/publish", step):
             self._publish(step + 1, step)
         if self._agree(self.checkpoint_plan.due(step)) or step + 1 == self.total_steps:
             with span("time/checkpoint", step):
                 self._checkpoint(step)
         self._report(shard, stats, step, compute_s, time.perf_counter() - began)
-        evaluator = self.config.evaluator
-        every = evaluator.freq_steps or (evaluator.freq_epochs or 0) * self._steps_per_epoch
-        if every and (step + 1) % every == 0 and step + 1 < self.total_steps:
+        if self.config.evaluation_due(step, self.num_items) and step + 1 < self.total_steps:
             self._evaluate(f"step_{step + 1:06d}", number=step + 1)
+
+    def _check_progress(self, stats: dict[str, float], step: int) -> None:
+        """Say when a step changed nothing, and end the run when that goes on: its versions would all be the same."""
+        if stats.get("train/update_successful", 1.0) > 0:
+            self._skipped = 0
+            return
+        self._skipped += 1
+        reason = "a gradient or coefficient was not finite, or no token carried loss"
+        log.warning("step %d: an optimizer step was skipped: %s", step, reason)
+        if self._skipped >= MAX_SKIPPED_STEPS:
+            raise RuntimeError(f"optimizer steps of the last {self._skipped} training steps were skipped: {reason}")
 
     def _publish(self, number: int, step: int) -> None:
         version = WeightVersion(self.plan.epoch, number)

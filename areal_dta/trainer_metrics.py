@@ -22,6 +22,7 @@ AREAL_NAMES = {
     "train/loss": "ppo_actor/update/loss",
     "train/grad_norm": "ppo_actor/update/grad_norm",
     "train/lr": "ppo_actor/update/lr",
+    "train/update_successful": "ppo_actor/update/update_successful",
     "train/entropy": "ppo_actor/update/entropy/avg",
     "train/clip_ratio": "ppo_actor/update/clip_ratio/avg",
     "train/approx_kl": "ppo_actor/update/approx_kl/avg",
@@ -47,8 +48,8 @@ def version_span(shard: Shard) -> np.ndarray:
     span_S4 = np.zeros((shard.num_rows, 4), np.int64)
     bounds = np.asarray(shard.offsets_S1).tolist()
     for row, (lo, hi) in enumerate(itertools.pairwise(bounds)):
-        versions = shard.versions_T[lo:hi]
-        known = versions[versions >= 0]
+        versions = np.asarray(shard.versions_T[lo:hi])
+        known = versions[versions != -1]  # below -1: of a branch that a resume abandoned
         oldest, newest = (int(known.min()), int(known.max())) if len(known) else (np.iinfo(np.int64).max, -1)
         span_S4[row] = (shard.group_ids_S[row], shard.samples_S[row], oldest, newest)
     return span_S4

@@ -276,7 +276,8 @@ class BatcherCore:
         """Begin an evaluation round (once per tag); returns its number of episodes."""
         if not self._num_eval_items:
             raise Refusal(
-                "no_eval_items", "there are no evaluation items; set valid_dataset or switch the evaluator off"
+                "no_eval_items",
+                "there are no evaluation items; set valid_dataset.path, or have prepare write dataset/eval.jsonl",
             )
         if tag not in self.ledger.evals:
             sizes = {"num_items": self._num_eval_items, "num_samples": self.settings.eval_samples}

@@ -57,6 +57,18 @@ class LeaseTerm:
     expires_s: float
 
 
+def rebased_versions(versions: np.ndarray, base: int) -> np.ndarray:
+    """Policy numbers of an earlier launch on the axis of one that continues at `base`.
+
+    Numbers beyond `base` name weights of an abandoned branch, and this launch will give the same numbers to other
+    weights. A token of number n > base is (n - base) updates away from the fork, so it goes to base - (n - base): its
+    distance to this launch's policy k is then (n - base) + (k - base), the updates between the two along the branches.
+    -1, which marks tokens nobody generated, is passed over.
+    """
+    mirrored = np.where(versions > base, 2 * base - versions, versions)
+    return np.where((versions > base) & (mirrored < 0), mirrored - 1, mirrored)
+
+
 @dataclass(frozen=True)
 class Episode:
     """An accepted trajectory: what accounting needs, and the arrays as long as they may be needed (else None)."""
@@ -95,6 +107,17 @@ class Episode:
     def staleness(self, step: int) -> int:
         """Largest distance of any of its tokens' versions from the version that step trains."""
         return max(abs(step - self.version_min), abs(step - self.version_max))
+
+    def rebased(self, base: int) -> Episode:
+        """As seen from a launch that continues at policy number `base`; see `rebased_versions`."""
+        oldest, newest = rebased_versions(np.asarray([self.version_min, self.version_max]), base).tolist()
+        traj = self.trajectory
+        if traj is not None:
+            mask_T = np.asarray(traj.loss_mask_T).astype(bool)
+            versions_T = np.where(mask_T, rebased_versions(traj.versions_T, base), traj.versions_T).astype(np.int32)
+            traj = replace(traj, versions_T=versions_T)
+            oldest, newest = int(versions_T[mask_T].min()), int(versions_T[mask_T].max())
+        return replace(self, version_min=min(oldest, newest), version_max=max(oldest, newest), trajectory=traj)
 
     def without_arrays(self) -> Episode:
         return replace(self, trajectory=None)

@@ -131,9 +131,11 @@ class Ledger:
         for step in [s for s in self.batches if s > last]:
             self._unbatch(self.batches.pop(step))
             del self.tallies[step]
-        for group in self.of_state(GroupState.OPEN):
+        for group in self.groups.values():
             for sample in group.samples:
                 sample.term = None  # its worker belonged to the previous launch
+                if sample.episode is not None and group.state is not GroupState.BATCHED:
+                    sample.episode = sample.episode.rebased(self.version)
         self.evals = {tag: r for tag, r in self.evals.items() if r.number <= self.version}
 
     def _unbatch(self, keys: tuple[Key, ...]) -> None:

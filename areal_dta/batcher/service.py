@@ -228,9 +228,10 @@ class BatcherService:
         return {"status": "ready", **plain}, arrays
 
     def _ask_core(self, rank: int, world_size: int, step: int) -> Shard | Waiting:
-        if not self.core.ready(step):
-            return self.core.shard(rank, world_size, step)
-        with self._publisher.span("time/assemble", step=step):
+        if self.core.ready(step):
+            with self._publisher.span("time/assemble", step=step):
+                result = self.core.shard(rank, world_size, step)
+        else:  # usually to be told why; dropping stale groups on the way can complete a batch after all
             result = self.core.shard(rank, world_size, step)
         for batch in self.core.take_batches():
             self._report_batch(batch)

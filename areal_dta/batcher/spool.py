@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,7 @@ class Spool:
         self.directory, self._segment_bytes = directory, segment_bytes
         self.truncated_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
+        self._strip_lock = threading.Lock()
         self._lock = (directory / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +137,14 @@ class Spool:
         return self._file
 
     def strip(self, reduce: Callable[[Event], Event | None]) -> int:
-        """Rewrite closed segments with every event that `reduce` changes (None: keep it); returns the bytes saved."""
+        """Rewrite closed segments with every event that `reduce` changes (None: keep it); returns the bytes saved.
+
+        One at a time: a second caller waits, or two would write the same temporary file.
+        """
+        with self._strip_lock:
+            return self._strip(reduce)
+
+    def _strip(self, reduce: Callable[[Event], Event | None]) -> int:
         saved = 0
         for path in self.segments()[:-1]:
             if path == self._current or path in self._bare:

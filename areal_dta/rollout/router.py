@@ -26,7 +26,7 @@ from areal_dta import metrics
 from areal_dta.config import load_run_config
 from areal_dta.records import LaunchPlan, WeightVersion
 from areal_dta.rollout.router_affinity import Affinity, RequestKeys, request_keys
-from areal_dta.rollout.router_pool import INSTANCE_HEADER, Current, Pool, PoolTimeouts, Server, ServerFailed
+from areal_dta.rollout.router_pool import INSTANCE_HEADER, Current, Pool, PoolTimeouts, Published, Server, ServerFailed
 from areal_dta.rollout.server.errors import ApiError
 from areal_dta.rollout.server.http import guard, json_response, read_json
 from areal_dta.weights import TornWeights, folder_digest, read_manifest, verify
@@ -70,6 +70,7 @@ class Router:
         self._session = session
         self._publisher = publisher
         self._affinity = Affinity()
+        self._publishing: set[asyncio.Future[Published]] = set()
         self.app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[guard(settings.api_key)])
         post, get = self.app.router.add_post, self.app.router.add_get
         get("/health", self.health)
@@ -219,7 +220,11 @@ class Router:
         wait_s = self._settings.timeouts.control
         if not self._pool.live and not await self._wait_live(wait_s):
             return self._outcome(False, {}, f"{self._pool.why_not_serving()} (waited {wait_s:g} s)", status=503)
-        done = await self._pool.publish(target, abort=abort)
+        # Its own task: a caller that hangs up between pause and continue must not leave the servers paused.
+        publishing = asyncio.ensure_future(self._pool.publish(target, abort=abort))
+        self._publishing.add(publishing)
+        publishing.add_done_callback(self._publishing.discard)
+        done = await asyncio.shield(publishing)
         failures = "; ".join(f"{url}: {why}" for url, why in done.failures.items())
         if not done.servers:
             message = f"no server took {target.weight_version}, the old version keeps serving: {failures}"

@@ -66,6 +66,12 @@ class _Row:
     def num_loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
 
+    def without_tail(self) -> _Row:
+        """Up to the last generated token. What follows has no gradient, and AReaL puts a row's reward on its last
+        position, where it is discarded unless that token carries loss."""
+        generated = np.flatnonzero(self.loss_mask)
+        return self.cut(int(generated[-1]) + 1) if len(generated) else self
+
     def cut(self, max_len: int) -> _Row:
         head = slice(0, max_len)
         return _Row(self.input_ids[head], self.loss_mask[head], self.logprobs[head], self.versions[head], self.reward)
@@ -169,7 +175,7 @@ def _is_half(value: Any) -> bool:
 def _within_limits(rows: list[_Row], lease: Lease, limits: Limits) -> tuple[list[_Row], dict[str, float]]:
     kept, num_long = [], 0
     rule = "truncate" if lease.eval_tag is not None else limits.too_long
-    for row in rows:
+    for row in (row.without_tail() for row in rows):
         if limits.max_len is not None and row.num_tokens > limits.max_len:
             if rule == "refuse":
                 raise Rejected(
@@ -180,7 +186,7 @@ def _within_limits(rows: list[_Row], lease: Lease, limits: Limits) -> tuple[list
             num_long += 1
             if rule == "drop":
                 continue
-            row = row.cut(limits.max_len)
+            row = row.cut(limits.max_len).without_tail()
         if row.num_loss_tokens:
             kept.append(row)
     if not kept:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from areal_dta.channel import Reply, RpcError
+from areal_dta.channel import Reply, RpcError, RpcTimeout
 from areal_dta.records import Lease, Trajectory, pack
 
 __all__ = ["BatcherLink", "Rpc"]
@@ -56,9 +56,12 @@ class BatcherLink:
             delay_s = min(_BACKOFF_MAX_S, delay_s * 2)
 
     async def deliver(self, lease: Lease, trajectory: Trajectory) -> str:
-        """Hand over a trajectory, as often as the batcher is busy; returns accepted, duplicate or rejected."""
+        """Hand over a trajectory, again while the batcher is busy; returns accepted, duplicate or rejected.
+
+        Raises RpcTimeout when it is busy for longer than the link's time-out.
+        """
         body, arrays = pack(trajectory)
-        delay_s = _BACKOFF_FIRST_S
+        delay_s, give_up = _BACKOFF_FIRST_S, time.monotonic() + self._timeout_s
         while True:
             try:
                 reply = await self.call("trajectory", body, arrays)
@@ -70,6 +73,11 @@ class BatcherLink:
                 if status != "accepted":
                     log.warning("trajectory of lease %s: %s (%s)", lease.lease_id, status, reply.body.get("cause"))
                 return status
+            if time.monotonic() > give_up:
+                raise RpcTimeout(
+                    f"the batcher answered busy to lease {lease.lease_id} for {self._timeout_s:g} s: the trainer "
+                    "takes no batches; see its log, or raise runtime.step_timeout_s"
+                )
             await asyncio.sleep(delay_s)
             delay_s = min(_BACKOFF_MAX_S, delay_s * 2)
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from areal_dta.batcher.core import Refusal
+from areal_dta.batcher.core import Refusal, Waiting
+from areal_dta.batcher.leases import rebased_versions
 from areal_dta.batcher.ledger import Event, LedgerError, without_arrays
 from areal_dta.records import pack
 from tests.unit.batcher_kit import Clock, finish_all, make_core, train, trajectory
@@ -72,6 +73,8 @@ def test_a_kill_at_any_point_changes_nothing_and_every_episode_is_trained_at_mos
                 if rng.random() < 0.3:
                     assert core.trajectory(trajectory(lease)).status in ("duplicate", "rejected")
         elif action == 5 and core.ready(step):
+            if isinstance(core.shard(0, core.settings.num_ranks, step), Waiting):
+                continue  # what was ready was of an abandoned branch and too stale
             train(core, step)
             step += 1
             if rng.random() < 0.3:
@@ -216,3 +219,29 @@ def test_a_resume_without_its_spool_goes_on_behind_the_data_that_was_trained():
     core = make_core(epoch=2, resume_step=3)
     assert (core.ledger.next_step, core.ledger.version) == (4, 4)
     assert core.desk.lease("w", 1)[0].group_id == 8
+
+
+def test_versions_of_an_abandoned_branch_are_mirrored_at_the_fork():
+    numbers = np.array([-1, 0, 3, 5, 6, 8, 12])
+    rebased = rebased_versions(numbers, base=5)
+    assert rebased.tolist() == [-1, 0, 3, 5, 4, 2, -3]  # 12 would be -2; below 0 one further, so that none becomes -1
+    assert rebased_versions(np.array([11]), base=5).tolist() == [-2]
+    for step in (5, 6, 9):  # updates between token and policy, along both branches
+        assert abs(step - int(rebased[4])) == (6 - 5) + (step - 5)
+
+
+def test_after_a_resume_no_token_of_the_abandoned_branch_passes_for_current():
+    run = Run(eta=2)
+    for step in range(4):
+        finish_all(run.core)
+        train(run.core, step)
+    run.save()
+    run.resume(1)
+    base = run.core.ledger.version
+    assert base == 2
+    episodes = [e for g in run.core.ledger.groups.values() for e in g.episodes]
+    assert episodes
+    assert all(e.version_max <= base for e in episodes)
+    before = {e.key: e.version_min for e in episodes}
+    run.restart()  # the log alone gives the same
+    assert {e.key: e.version_min for g in run.core.ledger.groups.values() for e in g.episodes} == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import random
 from pathlib import Path
 
@@ -312,3 +313,18 @@ def test_a_model_thread_that_fails_answers_everybody_and_says_why(folder: Path, 
     engine.stop(10)
     with pytest.raises(EngineDead, match="no room"):
         engine.pause("abort")
+
+
+def test_a_caller_that_gives_up_on_a_control_call_does_not_take_the_model_thread_along(folder: Path):
+    weights = load_decoder(folder, DecoderConfig.from_folder(folder), torch.float32)
+    engine = Engine(weights, "v0", SchedulerLimits(), metrics.init("test", None))
+    engine.start()
+    busy, go_on = threading.Event(), threading.Event()
+    engine.call(lambda: busy.set() or go_on.wait(20))  # one long step
+    assert busy.wait(20)
+    given_up = engine.call(lambda: 1)
+    assert given_up.cancel()
+    go_on.set()
+    assert engine.call(lambda: 2).result(20) == 2
+    assert engine.alive
+    engine.stop(10)

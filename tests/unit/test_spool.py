@@ -8,6 +8,7 @@ import asyncio
 import errno
 import logging
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -163,3 +164,18 @@ def test_a_full_disk_fails_the_waiters_and_everyone_after(tmp_path, monkeypatch)
             await asyncio.wait_for(commit.durable(), 5)
 
     asyncio.run(main())
+
+
+def test_two_strips_at_once_leave_a_readable_spool(tmp_path):
+    for trial in range(20):
+        directory = tmp_path / str(trial)
+        write(directory, [event(n, size=200) for n in range(30)], segment_bytes=1000)
+        spool = Spool(directory, segment_bytes=1000)
+        reducers = [lambda e: Event(e.kind, e.body), lambda e: Event(e.kind, e.body) if e.body["n"] % 2 else None]
+        threads = [threading.Thread(target=spool.strip, args=(reduce,)) for reduce in reducers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        spool.close()
+        assert read(directory) == list(range(30))

@@ -131,3 +131,17 @@ def test_an_evaluation_episode_is_never_refused_for_its_length() -> None:
 
 def test_rows_without_a_generated_token_are_left_out() -> None:
     assert to_trajectory(rows(row([1, 2], []), row([1], [2])), LEASE, NO_LIMIT).num_sequences == 1
+
+
+def test_context_behind_the_last_generated_token_is_cut_off() -> None:
+    """AReaL puts a row's reward on its last position and discards it there unless the token carries loss."""
+    observed = row([1, 2], [3, 4], reward=1.0)
+    observed["input_ids"] = torch.tensor([[1, 2, 3, 4, 7, 8]])
+    observed["attention_mask"] = torch.ones(1, 6, dtype=torch.bool)
+    for name, fill in (("loss_mask", 0), ("logprobs", 0.0), ("versions", -1)):
+        observed[name] = torch.cat([observed[name], torch.full((1, 2), fill, dtype=observed[name].dtype)], 1)
+    trajectory = to_trajectory(rows(observed), LEASE, NO_LIMIT)
+    assert trajectory.input_ids_T.tolist() == [1, 2, 3, 4]
+    assert trajectory.loss_mask_T[-1] == 1
+    cut = to_trajectory(rows(observed), LEASE, Limits(5, "refuse"))
+    assert cut.num_tokens == 4, "the limit counts what is trained, not what follows it"

@@ -145,6 +145,8 @@ class Engine:
         result: Future[T] = Future()
 
         def run() -> None:
+            if not result.set_running_or_notify_cancel():
+                return  # the caller is gone; setting a result would raise and take the model thread along
             try:
                 result.set_result(function())
             except Exception as error:  # noqa: BLE001 - handed to the caller, who asked for it
