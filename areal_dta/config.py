@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_dta.config_schema import PPOConfig
+from areal_dta.config_schema import PPOConfig, RecoverConfig, SaverConfig
 from areal_dta.config_schema_alloc import Allocation, parse_allocation
 from areal_dta.config_schema_check import ConfigError, build, fill, sections
+from areal_dta.config_schema_effects import effect_notices
 from areal_dta.config_schema_legacy import migrate
 from areal_dta.config_schema_rules import check_supported, check_values, derive
+from areal_dta.config_schema_tau2 import check_tau2, use_scripted_user
 
 __all__ = ["Allocation", "Config", "ConfigError", "load_config", "load_run_config", "make_config", "parse_allocation"]
 
@@ -48,6 +50,24 @@ class Config(PPOConfig):
         """Training steps for a data set of `num_items` prompts; a short last batch of an epoch is dropped."""
         steps = self.total_train_epochs * (num_items // self.train_dataset.batch_size)
         return steps if self.total_train_steps is None else min(steps, self.total_train_steps)
+
+    def checkpoint_intervals(self, num_items: int) -> tuple[int | None, int | None]:
+        """Steps and seconds between checkpoints: the shortest of `saver` and, unless disabled, `recover`; None: never.
+
+        Independently of both, the last step is followed by one.
+        """
+        used: list[SaverConfig | RecoverConfig] = [self.saver, self.recover] if self.recover.enabled else [self.saver]
+        steps = [s.freq_steps for s in used if s.freq_steps]
+        steps += [s.freq_epochs * self._steps_per_epoch(num_items) for s in used if s.freq_epochs]
+        return min(steps, default=None), min((s.freq_secs for s in used if s.freq_secs), default=None)
+
+    def evaluation_due(self, step: int, num_items: int) -> bool:
+        """Whether an evaluation follows 0-based training `step` (those before and after training are not meant)."""
+        epoch_steps = (self.evaluator.freq_epochs or 0) * self._steps_per_epoch(num_items)
+        return any(every and (step + 1) % every == 0 for every in (self.evaluator.freq_steps, epoch_steps))
+
+    def _steps_per_epoch(self, num_items: int) -> int:
+        return max(1, num_items // self.train_dataset.batch_size)
 
     def with_values(self, **values: Any) -> Config:
         """A checked copy with top-level values replaced, e.g. ``config.with_values(trial_name="a")``."""
@@ -101,10 +121,14 @@ def load_run_config(run_dir: str | Path) -> Config:
 def make_config(given: Mapping[str, Any]) -> Config:
     """Check and resolve a plain mapping (interpolations already resolved). `given` is left alone."""
     migrated, notices = migrate(given)
-    raw = fill(derive(migrated, notices))
+    derived = derive(migrated, notices)
+    use_scripted_user(derived, notices)
+    raw = fill(derived)
     check_supported(raw)
     record = build(PPOConfig, raw)
     check_values(record)
+    check_tau2(record)
+    notices += effect_notices(raw)
     values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     return Config(**values, raw=raw, notices=tuple(notices))
 

@@ -54,7 +54,7 @@ class MicroBatchSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    type: str
+    type: Literal["adam", "adamw"]  # both are Adam with decoupled weight decay
     lr: float
     beta1: float
     beta2: float
@@ -179,17 +179,22 @@ class SaverConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverConfig:
-    mode: str
+    mode: Literal["disabled", "off", "auto", "on"]
     freq_epochs: int | None
     freq_steps: int | None
     freq_secs: int | None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether periodic checkpoints to recover from are wanted."""
+        return self.mode in ("auto", "on")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatorConfig:
     freq_epochs: int | None
     freq_steps: int | None
-    freq_secs: int | None
+    freq_secs: int | None  # only null: ranks and a repetition of the run must agree on when to evaluate
     eval_before_train: bool = True
 
 
@@ -216,7 +221,7 @@ class EnvConfig:
     add_thinking_tool: bool = False
     solo_mode: bool = False
     user_llm_base_url: str | None = None
-    user_llm: str | None = None  # null: the scripted user
+    user_llm: str | None = None  # null with tau2, whose user is scripted here
     user_llm_args: dict[str, Any] | None = None
     turn_discount: float = 1.0
     invalid_format_penalty: float = 0.1

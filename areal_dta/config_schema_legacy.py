@@ -11,11 +11,10 @@ from typing import Any
 
 from areal_dta.config_schema_alloc import MAPPED, parse_allocation, split_allocation_mode
 from areal_dta.config_schema_check import ConfigError
+from areal_dta.config_schema_tau2 import TAU2_PREPARE, TAU2_WORKFLOW
 
 __all__ = ["migrate"]
 
-TAU2_WORKFLOW = "experiments.tau2.workflow.Tau2Workflow"
-TAU2_PREPARE = "experiments.tau2.prepare.prepare"
 MODELS = ("actor", "ref", "critic")
 
 

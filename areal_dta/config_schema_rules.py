@@ -73,12 +73,28 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "actor.is_critic": (False,),
     "actor.use_lora": (False,),
     "actor.offload": (False,),
+    "actor.init_from_scratch": (False,),
+    "actor.log_agent_stats": (False,),
     "actor.overlong_reward_penalty": (False,),
     "actor.megatron.virtual_pipeline_parallel_size": (0, 1),
+    "actor.megatron.fp8_config": (None,),
     "actor.weight_update_mode": ("disk",),
     "actor.prox_logp_method": ("recompute",),
     "rollout.use_lora": (False,),
+    "rollout.agent.mode": ("inline",),
+    "rollout.agent.agent_cls_path": ("",),
     "gconfig.use_beam_search": (False,),
+    "evaluator.freq_secs": (None,),
+    "recover.no_save_optim": (False,),
+    "recover.no_load_optim": (False,),
+}
+# What to do instead, where dropping the key is not all.
+_INSTEAD = {
+    "actor.init_from_scratch": "give actor.path a model folder, or set prepare to a function that builds one",
+    "actor.log_agent_stats": "set it to false; batcher and workers publish rewards, turns and tokens of every episode",
+    "rollout.agent.mode": "agents run inside the rollout workers; set rollout.agent.mode=inline",
+    "rollout.agent.agent_cls_path": "remove it and set workflow to that name",
+    "evaluator.freq_secs": "evaluations are counted in steps; set evaluator.freq_steps or evaluator.freq_epochs",
 }
 _UNIT = ("actor.optimizer.beta1", "actor.optimizer.beta2", "actor.optimizer.warmup_steps_proportion")
 
@@ -154,7 +170,8 @@ def check_supported(raw: Mapping[str, Any]) -> None:
             value = value.get(name, allowed[-1]) if isinstance(value, Mapping) else allowed[-1]
         if value not in allowed:
             shown = "{...}" if isinstance(value, Mapping) else value
-            raise ConfigError(f"{where}={shown} is not supported; remove it (the only accepted value is {allowed[-1]})")
+            remedy = _INSTEAD.get(where, f"remove it (the only accepted value is {allowed[-1]})")
+            raise ConfigError(f"{where}={shown} is not supported; {remedy}")
     adv_norm = raw["actor"]["adv_norm"] or {}
     for level in ("mean_level", "std_level"):
         if adv_norm.get(level) == "group":
@@ -185,6 +202,10 @@ def _check_train(config: PPOConfig) -> None:
     where = f"actor.backend={config.actor.backend}"
     if alloc.backend != "megatron":
         raise ConfigError(f"{where}: training runs on megatron; write megatron:{str(alloc).partition(':')[2]}")
+    if alloc.pp > 1:
+        raise ConfigError(
+            f"{where}: pipeline parallelism (p{alloc.pp}) is not in this version; use p1 and raise d or t"
+        )
     if alloc.cp > 1:
         raise ConfigError(f"{where}: context parallelism (c{alloc.cp}) is not supported on a prefix tree; use c1 or t")
     if alloc.ep > 1:
@@ -217,8 +238,10 @@ def _check_rollout(config: PPOConfig) -> None:
         raise ConfigError(f"{where}: unknown backend {alloc.backend!r}; use embedded:dN or sglang:dNtM")
     if alloc.cp > 1 or alloc.ep > 1:
         raise ConfigError(f"{where}: only d, t and p are supported for rollout")
+    _check_ports(config, alloc)
     if alloc.backend == "embedded":
-        _check_embedded(config, alloc, where)
+        if alloc.tp > 1 or alloc.pp > 1:
+            raise ConfigError(f"{where}: the embedded server is one process; use embedded:d{alloc.dp}")
         return
     train = parse_allocation(config.actor.backend, "actor.backend")
     devices, needed = config.cluster.n_nodes * config.cluster.n_gpus_per_node, alloc.world_size + train.world_size
@@ -229,10 +252,13 @@ def _check_rollout(config: PPOConfig) -> None:
         )
 
 
-def _check_embedded(config: PPOConfig, alloc: Allocation, where: str) -> None:
-    if alloc.tp > 1 or alloc.pp > 1:
-        raise ConfigError(f"{where}: the embedded server is one process; use embedded:d{alloc.dp}")
+def _check_ports(config: PPOConfig, alloc: Allocation) -> None:
     ports = config.embedded.ports
+    if ports and alloc.backend != "embedded":
+        raise ConfigError(
+            f"embedded.ports={list(ports)} has no effect with rollout.backend={config.rollout.backend}, whose servers "
+            "take any free ports; remove it"
+        )
     if ports and len(ports) != alloc.dp:
         raise ConfigError(
             f"embedded.ports={list(ports)} must list one port for each of {alloc.dp} servers, or be empty"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from launcher.rundir import RunDir, RunError
 __all__ = ["main"]
 
 EXIT_WRONG_INPUT = 2
+EXIT_STOPPED = 130
+MAX_PORT = 65_535
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)
-    except (ConfigError, RunError) as error:
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_STOPPED
+    except (ConfigError, RunError) as error:  # damaged files and a dashboard that cannot be served included
         print(f"error: {error}", file=sys.stderr)
         if getattr(args, "json", False):
             print(json.dumps({"status": "failed", "cause": str(error)}), flush=True)
@@ -77,10 +83,18 @@ def _parser() -> argparse.ArgumentParser:
     dashboard = _command(commands, "dashboard", _dashboard, "serve a live page about a run")
     _run_argument(dashboard)
     dashboard.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
-    dashboard.add_argument("--port", type=int, default=8787, help="port to bind (default: %(default)s)")
+    dashboard.add_argument(
+        "--port", type=_port, default=8787, help="port to bind, 0: any free one (default: %(default)s)"
+    )
 
     _command(commands, "doctor", _doctor, "check this machine and its packages")
     return parser
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and int(text) <= MAX_PORT:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 (any free one) to {MAX_PORT}")
 
 
 def _command(
@@ -140,9 +154,11 @@ def _report(args: argparse.Namespace) -> int:
 def _dashboard(args: argparse.Namespace) -> int:
     run = RunDir(args.run).require()
     from launcher.dashboard import serve
+    from launcher.run_files import read_run_files
 
-    serve(run.path, args.host, args.port)
-    return 0
+    api_key = read_run_files(run.path).setting("runtime.api_key")
+    stopped_by = serve(run.path, args.host, args.port, str(api_key) if api_key else None)
+    return EXIT_STOPPED if stopped_by == signal.SIGINT else 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

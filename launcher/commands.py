@@ -13,20 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from areal_dta.config import Config, load_config, load_run_config
-from areal_dta.metrics import last_value, read_metrics
+import yaml
+
+from areal_dta.config import Config, ConfigError, load_config, load_run_config
+from areal_dta.config_schema import RuntimeConfig
+from areal_dta.metrics import MetricRecord, last_value, read_metrics
 from launcher import plan as planning
 from launcher.inputs import precheck
 from launcher.launch import Outcome, execute
-from launcher.rundir import RunDir, RunError, new_run, run_path
-from launcher.supervise import wait_for_pid
+from launcher.newrun import new_run, run_path
+from launcher.redact import redact_values
+from launcher.run_files import RunFiles, living_state
+from launcher.rundir import RunDir, RunError, read_json_map
+from launcher.steps import StepTable, tokens_per_s
+from launcher.supervise import wait_for_end
 
 __all__ = ["resume", "run", "status", "stop"]
 
 _STATUS_METRICS = (
     "batch/reward_mean",
     "train/loss",
-    "train/tokens_per_s",
     "batch/tree_ratio",
     "batch/staleness_max",
     "train/logprob_mismatch_max",
@@ -74,7 +80,8 @@ def _finish(outcome: Outcome, out: TextIO, as_json: bool) -> int:
 
         print(render(outcome.summary), file=out, flush=True)
     if state.cause:
-        hint = f"\ncontinue with: areal-dta resume {outcome.run_dir}" if state.total_steps else ""
+        can_go_on = state.status == "stopped" or state.total_steps  # a failed preparation fails again
+        hint = f"\ncontinue with: areal-dta resume {outcome.run_dir}" if can_go_on else ""
         print(f"{state.status}: {state.cause}{hint}", file=sys.stderr, flush=True)
     if as_json:
         ended = {"status": state.status, "cause": state.cause, "run_dir": str(outcome.run_dir)}
@@ -88,13 +95,14 @@ def _say_notices(config: Config, out: TextIO) -> None:
 
 
 def _dry_run(config: Config, where: Path | None, as_json: bool) -> int:
-    """Print what `run` would start. Touches neither disk nor network."""
+    """Print what `run` would start, without keys. Touches neither disk nor network."""
     path = run_path(config, where, time.time())
     chosen = planning.planned_ports(config)
     plan = planning.launch_plan(config, path, chosen, 0, None)
     rows = [planning.describe(spec) for spec in planning.process_table(config, plan, chosen)]
+    values = redact_values(config.raw)
     if as_json:
-        shown = {"run_dir": str(path), "notices": list(config.notices), "processes": rows, "config": config.raw}
+        shown = {"run_dir": str(path), "notices": list(config.notices), "processes": rows, "config": values}
         print(json.dumps(shown))
         return 0
     _say_notices(config, sys.stdout)
@@ -103,7 +111,7 @@ def _dry_run(config: Config, where: Path | None, as_json: bool) -> int:
         where_to = f"{row['host']} " + (f"gpu {','.join(map(str, row['devices']))}" if row["devices"] else "cpu")
         port = "" if row["port"] is None else f"port {row['port'] or 'any free'}"
         print(f"  {row['name']:<12} {where_to:<20} {port:<14} {' '.join(row['command'])}")
-    print(f"\nvalues:\n{config.to_yaml()}", end="")
+    print(f"\nvalues:\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}", end="")
     return 0
 
 
@@ -127,18 +135,25 @@ def status(path: Path, as_json: bool) -> int:
 
 def describe_run(run_dir: RunDir) -> dict[str, Any]:
     """The state of a run as plain values; a run whose launcher is gone is reported as failed."""
-    state = dataclasses.asdict(run_dir.read_state())
-    if state["status"] in ("preparing", "running") and not run_dir.is_locked():
-        state |= {"status": "failed", "cause": f"the launcher (pid {state['pid']}) is gone; resume the run"}
+    locked = run_dir.is_locked()  # before the state: a launcher that ends in between has written its last one
+    state = living_state(dataclasses.asdict(run_dir.read_state()), locked)
     processes: dict[str, Any] = {}
     if run_dir.processes_file.is_file():
-        processes = json.loads(run_dir.processes_file.read_text())
-    if not run_dir.is_locked():
+        processes = read_json_map(run_dir.processes_file)
+    if not locked:
         for process in processes.values():
             process["status"] = "ended"
     records = read_metrics(run_dir.metrics_file)
     values = {name: last_value(records, name) for name in _STATUS_METRICS}
+    values["tokens_per_s"] = _latest_speed(records, run_dir)
     return state | {"processes": processes, "metrics": {k: v for k, v in values.items() if v is not None}}
+
+
+def _latest_speed(records: Sequence[MetricRecord], run_dir: RunDir) -> float | None:
+    """`launcher.steps.tokens_per_s` of the latest step that every rank has finished."""
+    plan = read_json_map(run_dir.launch_file) if run_dir.launch_file.is_file() else {}
+    files = RunFiles(run_dir.path, launch=plan)
+    return tokens_per_s(StepTable(records).complete(files.num_ranks)[-1:], files.num_dp_ranks)
 
 
 def stop(path: Path) -> int:
@@ -147,12 +162,28 @@ def stop(path: Path) -> int:
     if not run_dir.is_locked():
         print(f"{path} is not running ({describe_run(run_dir)['status']})")
         return 0
-    pid = run_dir.read_state().pid
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+    holder = run_dir.lock.holder()
+    fd = None if holder is None else holder.open()
+    if holder is None or fd is None:  # it is only now starting or ending; never signal whoever has the number now
+        raise RunError(f"{path} is locked, but not by a process named in {run_dir.lock.path}; try again in a moment")
     # Two waves of processes, each with its grace.
-    limit_s = 2 * load_run_config(run_dir.path).runtime.stop_timeout_s + _STOP_MARGIN_S
-    if not wait_for_pid(pid, limit_s):
-        raise RunError(f"launcher {pid} of {path} did not end within {limit_s:g} s; a second `stop` kills at once")
+    limit_s = 2 * _stop_timeout_s(run_dir) + _STOP_MARGIN_S
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGTERM)
+        ended = wait_for_end(fd, limit_s)
+    finally:
+        os.close(fd)
+    if not ended:
+        raise RunError(
+            f"launcher {holder.pid} of {path} did not end within {limit_s:g} s; a second `stop` kills at once"
+        )
     print(f"{path} is stopped")
     return 0
+
+
+def _stop_timeout_s(run_dir: RunDir) -> float:
+    try:
+        return load_run_config(run_dir.path).runtime.stop_timeout_s
+    except ConfigError:  # a damaged file must not keep a run from being stopped
+        return RuntimeConfig().stop_timeout_s

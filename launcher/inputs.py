@@ -6,6 +6,7 @@ import os
 import re
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,8 @@ from typing import TextIO
 from areal_dta.config import Config, ConfigError
 from launcher import ports
 from launcher.local import die_with_parent, kill_group, tail_of
-from launcher.plan import worker_env
-from launcher.prepare import check_prepared
+from launcher.plan import prepare_env
+from launcher.prepare import check_prepared, count_items
 from launcher.rundir import RunDir
 from launcher.supervise import StopSignal
 
@@ -36,13 +37,38 @@ def precheck(config: Config) -> Path | None:
         raise ConfigError(
             f"cluster.n_nodes={config.cluster.n_nodes}: this launcher runs on one machine; set cluster.n_nodes=1"
         )
+    _check_host(config.runtime.host)
     ports.check_fixed(config)
-    if config.prepare is None and not Path(config.train_dataset.path).is_file():
-        raise ConfigError(
-            f"train_dataset.path={config.train_dataset.path!r} is no file and prepare is not set; "
-            "give a jsonl file with one prompt a line, or a prepare function"
-        )
+    if config.prepare is None:
+        _check_datasets(config)
     return _model_folder(config)
+
+
+def _check_host(host: str) -> None:
+    """Raise ConfigError unless every process can listen on `host`."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"runtime.host={host} is no IPv4 address of this machine ({error.strerror}); "
+                "set runtime.host=127.0.0.1 or an address that this machine has"
+            ) from error
+
+
+def _check_datasets(config: Config) -> None:
+    """Without `prepare` the prompts come from files: raise ConfigError where one is named that does not exist."""
+    for where, path in _dataset_paths(config).items():
+        if (path or where == "train_dataset.path") and not Path(path).expanduser().is_file():
+            raise ConfigError(
+                f"{where}={path!r} is no file and prepare is not set; "
+                "give a jsonl file with one prompt a line, or a prepare function"
+            )
+
+
+def _dataset_paths(config: Config) -> dict[str, str]:
+    valid = config.valid_dataset
+    return {"train_dataset.path": config.train_dataset.path, "valid_dataset.path": valid.path if valid else ""}
 
 
 def _model_folder(config: Config) -> Path | None:
@@ -78,6 +104,8 @@ def _cached_model(name: str) -> Path:
 def prepare_inputs(config: Config, run: RunDir, stop_signal: StopSignal, out: TextIO) -> int:
     """Make RUN/model and RUN/dataset once in the life of a run; returns the number of training prompts.
 
+    Tells `out` when there is nothing to evaluate on.
+
     Raises ConfigError when `prepare` fails, takes longer than ``runtime.prepare_timeout_s``, or leaves too little.
     """
     marker = run.path / "prepared"
@@ -85,20 +113,38 @@ def prepare_inputs(config: Config, run: RunDir, stop_signal: StopSignal, out: Te
         model = _model_folder(config)
         if config.prepare is not None:
             _run_prepare(config, run, stop_signal, out)
-        if config.train_dataset.path and not run.train_file.exists() and Path(config.train_dataset.path).is_file():
-            shutil.copyfile(config.train_dataset.path, run.train_file)
+        _copy_datasets(config, run)
         if model is not None and not run.model.exists():
             run.model.symlink_to(model, target_is_directory=True)
     items = check_prepared(run.path, config.train_dataset.batch_size)
     marker.touch()
+    eval_file = _eval_file(run)
+    if not eval_file.is_file() or not count_items(eval_file):
+        print(
+            "note: no evaluation: there are no evaluation items; set valid_dataset.path, or have prepare write "
+            "dataset/eval.jsonl",
+            file=out,
+            flush=True,
+        )
     return items
+
+
+def _eval_file(run: RunDir) -> Path:
+    return run.train_file.with_name("eval.jsonl")
+
+
+def _copy_datasets(config: Config, run: RunDir) -> None:
+    """Copy the data sets that are files of the user's, unless `prepare` wrote them (its paths may be mere labels)."""
+    targets = (run.train_file, _eval_file(run))
+    for path, target in zip(_dataset_paths(config).values(), targets, strict=True):
+        source = Path(path).expanduser()
+        if path and source.is_file() and not target.exists():
+            shutil.copyfile(source, target)
 
 
 def _run_prepare(config: Config, run: RunDir, stop_signal: StopSignal, out: TextIO) -> None:
     """Run `launcher.prepare` alone on the machine, with its output shown and logged."""
-    # It runs alone, so it may use every core; the processes of the run share them later.
-    threads = str(os.cpu_count() or 1)
-    env = {**os.environ, **worker_env(config), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    env = {**os.environ, **prepare_env(config)}
     log_path, limit_s = run.log_file("prepare"), config.runtime.prepare_timeout_s
     process = subprocess.Popen(
         [sys.executable, "-m", "launcher.prepare", "--run", str(run.path)],

@@ -15,7 +15,7 @@ from launcher.local import ProcessTable
 from launcher.progress import Progress
 from launcher.rundir import RunDir, RunError, RunState, Status, write_json
 from launcher.store import MetricsStore
-from launcher.supervise import LaunchFailed, Stopped, StopSignal, Supervisor
+from launcher.supervise import SECOND_SIGNAL, LaunchFailed, Stopped, StopSignal, Supervisor
 
 __all__ = ["Outcome", "execute"]
 
@@ -42,29 +42,39 @@ def execute(config: Config, run: RunDir, epoch: int, resume_step: int | None, ou
     The run directory exists. Raises RunError while another launcher holds it.
     """
     run.acquire()
-    first_step = 0 if resume_step is None else resume_step + 1
-    state = run.write_state(RunState("preparing", os.getpid(), epoch, first_step, started_at=time.time()))
-    status: Status
-    cause: str | None
     try:
         with StopSignal().installed() as stop_signal:
-            try:
-                total = config.total_steps(prepare_inputs(config, run, stop_signal, out))
-                run.write_state(replace(state, status="running", total_steps=total))
-                _launch(config, run, resume_step, stop_signal, out, live)
-                status, cause = "finished", None
-            except (LaunchFailed, ConfigError, RunError) as error:
-                status, cause = "failed", str(error)
-            except Stopped as error:
-                status, cause = "stopped", str(error)
-            except BaseException as error:
-                # Only to leave a true state behind; the error itself goes on.
-                status, cause = "failed", f"the launcher itself failed: {type(error).__name__}: {error}"
-                raise
-            finally:
-                state = run.write_state(replace(run.read_state(), status=status, cause=cause))
+            return _execute(config, run, epoch, resume_step, stop_signal, out, live)
     finally:
         run.release()
+
+
+def _execute(
+    config: Config, run: RunDir, epoch: int, resume_step: int | None, stop_signal: StopSignal, out: TextIO, live: bool
+) -> Outcome:
+    first_step = 0 if resume_step is None else resume_step + 1
+    state = run.write_state(RunState("preparing", os.getpid(), epoch, first_step, started_at=time.time()))
+    # Stays true where a signal gets in between two of the clauses below.
+    status: Status = "stopped"
+    cause: str | None = SECOND_SIGNAL
+    try:
+        total = config.total_steps(prepare_inputs(config, run, stop_signal, out))
+        run.write_state(replace(state, status="running", total_steps=total))
+        _launch(config, run, resume_step, stop_signal, out, live)
+        status, cause = "finished", None
+    except (LaunchFailed, ConfigError, RunError) as error:
+        status, cause = "failed", str(error)
+    except Stopped as error:
+        status, cause = "stopped", str(error)
+    except KeyboardInterrupt:  # a second signal while preparing or stopping
+        status, cause = "stopped", SECOND_SIGNAL
+    except BaseException as error:
+        # Only to leave a true state behind; the error itself goes on.
+        status, cause = "failed", f"the launcher itself failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        stop_signal.disarm()
+        state = run.write_state(replace(run.read_state(), status=status, cause=cause))
     return Outcome(state, run.path, _summarise(run))
 
 
@@ -74,12 +84,14 @@ def _launch(
     state = run.read_state()
     chosen = planning.choose_ports(config)
     plan = planning.launch_plan(config, run.path, chosen, state.epoch, resume_step)
+    run.launch_file.touch(mode=0o600)  # it may hold the API key
+    run.launch_file.chmod(0o600)
     plan.write(run.launch_file)
-    run.launch_file.chmod(0o600)  # it may hold the API key
     store = MetricsStore(plan.metrics, run.metrics_file)
+    ranks = {"num_ranks": plan.trainer_world_size, "num_dp_ranks": plan.dp}
+    progress = Progress(out, state.total_steps, live, step=state.step, **ranks)
     try:
         table = ProcessTable(run.log_file, planning.worker_env(config))
-        progress = Progress(out, state.total_steps, live, step=state.step)
 
         def keep_counters() -> None:
             said = save_batcher_status(plan.batcher, run)
@@ -89,6 +101,7 @@ def _launch(
         supervisor = Supervisor(config, run, state, table, store, progress, stop_signal, keep_counters)
         supervisor.run_to_end(planning.process_table(config, plan, chosen))
     finally:
+        progress.close()
         store.close()
 
 

@@ -145,24 +145,30 @@ class ProcessTable:
     def running(self, roles: Sequence[str] | None = None) -> list[Process]:
         return [p for p in self.processes.values() if p.status == "running" and (roles is None or p.spec.role in roles)]
 
-    def stop(self, roles: Sequence[str] | None, timeout_s: float) -> list[str]:
-        """SIGTERM to the processes of these roles (None: all), SIGKILL after `timeout_s`; returns whom it killed."""
+    def stop(
+        self, roles: Sequence[str] | None, timeout_s: float, on_end: Callable[[Death], None] = lambda death: None
+    ) -> list[str]:
+        """SIGTERM to the processes of these roles (None: all), SIGKILL after `timeout_s`; returns whom it killed.
+
+        `on_end` is told of each process as it ends.
+        """
         for process in self.processes.values():
             if process.status == "restarting" and (roles is None or process.spec.role in roles):
                 process.status = "ended"
         for process in self.running(roles):
             kill_group(process.popen.pid, signal.SIGTERM)
-        self._wait_for_end(roles, timeout_s)
+        self._wait_for_end(roles, timeout_s, on_end)
         stubborn = self.running(roles)
         for process in stubborn:
             kill_group(process.popen.pid)
-        self._wait_for_end(roles, 10.0)
+        self._wait_for_end(roles, 10.0, on_end)
         return [p.spec.name for p in stubborn]
 
-    def _wait_for_end(self, roles: Sequence[str] | None, timeout_s: float) -> None:
+    def _wait_for_end(self, roles: Sequence[str] | None, timeout_s: float, on_end: Callable[[Death], None]) -> None:
         deadline = self._clock() + timeout_s
         while self.running(roles) and self._clock() < deadline:
-            self.wait(deadline - self._clock())
+            for death in self.wait(deadline - self._clock()):
+                on_end(death)
 
     def describe(self) -> dict[str, Any]:
         """For `processes.json`: pid, status, restarts and past ends by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from areal_dta.config import Config
 from areal_dta.records import LaunchPlan
 from areal_dta.rollout.sglang import build_command
 from launcher import ports
+from launcher.redact import redact_command
 
 __all__ = [
     "QUIET_ENV",
@@ -23,6 +24,7 @@ __all__ = [
     "describe",
     "launch_plan",
     "planned_ports",
+    "prepare_env",
     "process_table",
     "worker_env",
 ]
@@ -151,8 +153,19 @@ def _module(name: str, *args: str) -> tuple[str, ...]:
 def _spec(
     name: str, role: Role, argv: tuple[str, ...], placement: Placement, port: int | None, health: str | None
 ) -> ProcessSpec:
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.devices))} if placement.devices else {}
-    return ProcessSpec(name, role, argv, placement, port, health, env)
+    return ProcessSpec(name, role, argv, placement, port, health, device_env(placement.devices))
+
+
+def device_env(devices: Sequence[int]) -> dict[str, str]:
+    """Shows a process its own devices only; without any it sees none, also on a machine that has some."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+
+
+def prepare_env(config: Config) -> dict[str, str]:
+    """Environment of `prepare`, which runs alone: every core; GPUs only where the run has some."""
+    threads = str(os.cpu_count() or 1)
+    devices = {} if config.rollout_allocation.backend == "sglang" else device_env(())
+    return {**worker_env(config), **devices, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 def worker_env(config: Config) -> dict[str, str]:
@@ -163,12 +176,12 @@ def worker_env(config: Config) -> dict[str, str]:
 
 
 def describe(spec: ProcessSpec) -> dict[str, Any]:
-    """One row of ``--dry-run``: name, role, host, devices, port (0: any free one) and command."""
+    """One row of ``--dry-run``: name, role, host, devices, port (0: any free one), command without keys."""
     return {
         "name": spec.name,
         "role": spec.role,
         "host": spec.placement.host,
         "devices": list(spec.placement.devices),
         "port": spec.port,
-        "command": list(spec.argv),
+        "command": redact_command(spec.argv),
     }

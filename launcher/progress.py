@@ -7,28 +7,30 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from areal_dta.metrics import MetricRecord
+from launcher.steps import StepRow, StepTable, tokens_per_s
 
 __all__ = ["Progress"]
 
 # Each span ends one phase of a trainer's step; the phase after it is the one now under way.
 PHASES = ("time/wait_batch", "time/logprob", "time/advantages", "time/update", "time/publish", "time/checkpoint")
 LABELS = ("waiting for a batch", "log-probs", "advantages", "update", "publish", "checkpoint")
+FINISHING = "finishing"
 STEP_DONE = "time/step"
 REDRAW_S = 0.5
-_STEP_VALUES = {
-    "batch/reward_mean": "reward",
-    "train/loss": "loss",
-    "train/tokens_per_s": "tok/s",
-    "batch/tree_ratio": "ratio",
-    "batch/staleness_max": "staleness",
-}
 
 
 class Progress:
     """Turns records into text. ``step`` is the number of finished steps, ``phase`` what the trainer does now."""
 
     def __init__(
-        self, out: TextIO, total_steps: int, live: bool, step: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        out: TextIO,
+        total_steps: int,
+        live: bool,
+        step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        num_ranks: int = 1,
+        num_dp_ranks: int = 1,
     ) -> None:
         self.step = step
         self.phase = "starting"
@@ -38,7 +40,9 @@ class Progress:
         self._out = out
         self._live = live
         self._clock = clock
-        self._values: dict[int, dict[str, float]] = {}
+        self._num_ranks = num_ranks
+        self._num_dp_ranks = num_dp_ranks
+        self._table = StepTable()
         self._drawn_at = 0.0
         self._width = 0
 
@@ -63,37 +67,50 @@ class Progress:
             self._take_one(record)
         self._draw()
 
+    def close(self) -> None:
+        """Say what is left to say; nothing is drawn in place any more."""
+        self._say_steps(up_to=max(self._table.rows, default=-1))
+        self._clear()
+        self._live = False
+
     def _take_one(self, record: MetricRecord) -> None:
-        if record.name in _STEP_VALUES and record.step is not None and record.value is not None:
-            if record.proc in ("batcher", "trainer.0"):
-                self._values.setdefault(record.step, {})[_STEP_VALUES[record.name]] = record.value
-        elif record.name == "eval/reward":
+        row = self._table.add(record)
+        if record.name == "eval/reward":
             value = "" if record.value is None else f"{record.value:.3f}"
             self.say(f"evaluation {record.labels.get('tag', '')}: mean reward {value}")
         elif record.proc == "trainer.0" and record.name in PHASES:
             after = PHASES.index(record.name) + 1
             self.phase = LABELS[after] if after < len(LABELS) else LABELS[0]
-        elif record.proc == "trainer.0" and record.name == STEP_DONE and record.step is not None:
-            self._step_done(record.step, record.value or 0.0)
+        elif record.name == STEP_DONE and row is not None:
+            if record.proc == "trainer.0":
+                self.step = row.step + 1
+                self.phase = LABELS[0] if self.step < self.total_steps else FINISHING
+            if complete := self._table.complete(self._num_ranks):  # ranks report within moments of each other
+                self._say_steps(up_to=complete[-1].step)
 
-    def _step_done(self, step: int, seconds: float) -> None:
-        self.step = step + 1
-        self.phase = LABELS[0]
-        self.say(f"step {self.step}/{self.total_steps}  {self._shown(step)}  {seconds:.1f} s")
-        self._values = {k: v for k, v in self._values.items() if k > step}
+    def _say_steps(self, up_to: int) -> None:
+        """A line for each finished step up to this one that has none yet."""
+        for row in self._table.ordered():
+            seconds = row.largest(STEP_DONE)
+            if row.step <= up_to and seconds is not None:
+                self.say(f"step {row.step + 1}/{self.total_steps}  {self._shown(row)}  {seconds:.1f} s")
+        self._table.rows = {step: row for step, row in self._table.rows.items() if step > up_to}
 
-    def _shown(self, step: int) -> str:
-        formats = {"reward": ".3f", "loss": "+.4f", "tok/s": ",.0f", "ratio": ".2f", "staleness": ".0f"}
-        values = self._values.get(step, {})
-        return "  ".join(
-            f"{name} {values[name]:{spec}}" if name in values else f"{name} -" for name, spec in formats.items()
+    def _shown(self, row: StepRow) -> str:
+        values = (
+            ("reward", row.any("batch/reward_mean"), ".3f"),
+            ("loss", row.any("train/loss"), "+.4f"),
+            ("tok/s", tokens_per_s([row], self._num_dp_ranks), ",.0f"),
+            ("ratio", row.any("batch/tree_ratio"), ".2f"),
+            ("staleness", row.any("batch/staleness_max"), ".0f"),
         )
+        return "  ".join(f"{name} -" if value is None else f"{name} {value:{spec}}" for name, value, spec in values)
 
     def _draw(self, force: bool = False) -> None:
         if not self._live or (not force and self._clock() - self._drawn_at < REDRAW_S):
             return
         self._drawn_at = self._clock()
-        text = f"step {self.step + 1}/{self.total_steps}: {self.phase}"
+        text = f"step {min(self.step + 1, self.total_steps)}/{self.total_steps}: {self.phase}"
         self._out.write("\r" + text.ljust(self._width))
         self._out.flush()
         self._width = len(text)
@@ -101,4 +118,5 @@ class Progress:
     def _clear(self) -> None:
         if self._live and self._width:
             self._out.write("\r" + " " * self._width + "\r")
+            self._out.flush()
             self._width = 0

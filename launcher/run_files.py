@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from launcher.rundir import RunDir
+from launcher.rundir import RunDir, RunError
 
-__all__ = ["RunFileError", "RunFiles", "read_run_files"]
+__all__ = ["RunFileError", "RunFiles", "living_state", "read_run_files"]
 
 
-class RunFileError(ValueError):
+class RunFileError(RunError):
     """A run directory that cannot be read as one."""
 
 
@@ -51,24 +52,30 @@ class RunFiles:
         value = self.launch.get("dp")
         return value if isinstance(value, int) and value > 0 else None
 
+    @property
+    def num_ranks(self) -> int:
+        """Trainer ranks; 1 where the plan does not say."""
+        return math.prod(n for key in ("dp", "tp", "pp") if isinstance(n := self.launch.get(key), int) and n > 0)
+
 
 def read_run_files(run_dir: Path) -> RunFiles:
     """Read the small files; raises RunFileError for a missing directory or a file that is there but unreadable."""
     if not run_dir.is_dir():
         raise RunFileError(f"no run directory at {run_dir}; give the directory that `areal-dta run` printed as run_dir")
     run = RunDir(run_dir)
+    locked = run.is_locked()  # before the state: a launcher that ends in between has written its last one
     return RunFiles(
         run_dir=run_dir,
-        state=_living_state(run, _read_map(run.state_file)),
+        state=living_state(_read_map(run.state_file), locked),
         launch=_read_map(run.launch_file),
         config=_read_map(run.config_file),
         batcher=_read_map(run_dir / "batcher_status.json"),
     )
 
 
-def _living_state(run: RunDir, state: dict[str, Any]) -> dict[str, Any]:
-    """The state as it is, not as a launcher that was killed left it."""
-    if state.get("status") in ("preparing", "running") and not run.is_locked():
+def living_state(state: dict[str, Any], locked: bool) -> dict[str, Any]:
+    """The state as it is, not as a launcher that was killed left it; ``locked``: whether one is alive."""
+    if state.get("status") in ("preparing", "running") and not locked:
         cause = f"the launcher (pid {state.get('pid')}) is gone; resume the run"
         return state | {"status": "failed", "cause": cause}
     return state
@@ -77,12 +84,14 @@ def _living_state(run: RunDir, state: dict[str, Any]) -> dict[str, Any]:
 def _read_map(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
+        value = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
     except FileNotFoundError:
         return {}
-    try:
-        value = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    except OSError as error:
+        raise RunFileError(f"{path} cannot be read: {error.strerror}; make it readable") from error
     except (ValueError, yaml.YAMLError) as error:
-        raise RunFileError(f"{path} is damaged ({error}); remove it to read the rest of the run") from error
+        said = " ".join(str(error).split())  # YAML's errors have several lines
+        raise RunFileError(f"{path} is damaged ({said}); remove it to read the rest of the run") from error
     if value is None:
         return {}
     if not isinstance(value, dict):

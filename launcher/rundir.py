@@ -1,26 +1,24 @@
-"""The run directory: where each file lies, the state of the run, and the lock that says whether a launcher is alive."""
+"""The run directory: where each file lies, the state of the run, and whether a launcher is alive on it."""
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from areal_dta.config import Config, ConfigError
+from launcher.runlock import RunLock
 
-__all__ = ["RunDir", "RunError", "RunState", "Status", "new_run", "run_path", "write_json"]
+__all__ = ["RunDir", "RunError", "RunState", "Status", "read_json_map", "write_json"]
 
 Status = Literal["preparing", "running", "finished", "failed", "stopped"]
 
 
 class RunError(RuntimeError):
-    """A run that cannot be started, found or continued; the message names the cause and the remedy."""
+    """A run that cannot be started, found, read or continued; the message names the cause and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,11 @@ class RunState:
 
 
 class RunDir:
-    """Paths and small files of one run. The lock is held by a living launcher and freed by the kernel when it dies."""
+    """Paths and small files of one run. Its ``lock`` is held by a living launcher and freed when it dies."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock_fd: int | None = None
+        self.lock = RunLock(path / "launcher.lock")
 
     @property
     def config_file(self) -> Path:
@@ -89,12 +87,12 @@ class RunDir:
         return self
 
     def read_state(self) -> RunState:
+        """RunError when ``state.json`` is damaged."""
         known = {f.name for f in dataclasses.fields(RunState)}
         try:
-            raw = json.loads(self.state_file.read_text())
-        except json.JSONDecodeError as error:
-            raise RunError(f"{self.state_file} is not JSON ({error}); the run cannot be continued") from error
-        return RunState(**{k: v for k, v in raw.items() if k in known})
+            return RunState(**{k: v for k, v in read_json_map(self.state_file).items() if k in known})
+        except TypeError as error:  # a field without default is missing
+            raise RunError(f"{self.state_file} is damaged ({error}); the run cannot be continued") from error
 
     def write_state(self, state: RunState) -> RunState:
         """Write atomically, stamping ``updated_at``; returns what was written."""
@@ -107,39 +105,38 @@ class RunDir:
         latest = self.path / "checkpoints" / "latest.json"
         if not latest.is_file():
             return None
-        step = json.loads(latest.read_text()).get("step")
-        if not isinstance(step, int):
+        try:
+            step = read_json_map(latest).get("step")
+        except RunError as error:
+            raise RunError(f"{error}; delete it to resume from the start") from error
+        if not isinstance(step, int) or isinstance(step, bool):
             raise RunError(f"{latest} names no checkpoint step; delete it to resume from the start")
         return step
 
     def acquire(self) -> None:
         """Take the launcher's lock for the life of this process; RunError while another launcher holds it."""
-        fd = os.open(self.path / "launcher.lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise RunError(f"{self.path} is running; stop it first: areal-dta stop {self.path}") from None
-        self._lock_fd = fd
+        if not self.lock.is_mine and not self.lock.acquire():
+            raise RunError(f"{self.path} is running; stop it first: areal-dta stop {self.path}")
 
     def release(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self.lock.release()
 
     def is_locked(self) -> bool:
         """Whether a launcher is alive on this run."""
-        lock = self.path / "launcher.lock"
-        if not lock.exists():
-            return False
-        fd = os.open(lock, os.O_RDWR)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
+        return self.lock.is_held()
+
+
+def read_json_map(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; RunError when the file cannot be read or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error})") from error
+    if not isinstance(value, dict):
+        raise RunError(f"{path} is damaged (it holds {type(value).__name__}, expected a map)")
+    return value
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -147,42 +144,3 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     tmp = path.with_suffix(".tmp")
     tmp.write_text(json.dumps(value, indent=1))
     tmp.replace(path)
-
-
-def new_run(config: Config, where: Path | None, now: float) -> tuple[Config, RunDir]:
-    """Create the folders of a new run and write its resolved config.
-
-    `where` (``--run-dir``) wins; else ``fileroot/experiment_name/trial_name``; a trial without a name is a time stamp.
-    Raises RunError when the folder already holds a run.
-    """
-    path = run_path(config, where, now)
-    run = RunDir(path)
-    if run.exists() or run.config_file.exists():
-        raise RunError(
-            f"{path} already holds a run; continue it with `areal-dta resume {path}`, "
-            "or choose another trial_name or --run-dir"
-        )
-    try:
-        for name in ("logs", "dataset", "weights", "checkpoints", "spool", "traces"):
-            (path / name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot create the run directory {path}: {error.strerror}; set cluster.fileroot") from error
-    if not config.trial_name:
-        config = config.with_values(trial_name=trial_of(path))
-    run.config_file.write_text(config.to_yaml())
-    if config.runtime.api_key:
-        run.config_file.chmod(0o600)
-    return config, run
-
-
-def run_path(config: Config, where: Path | None, now: float) -> Path:
-    if where is not None:
-        return where.resolve()
-    trial = config.trial_name or time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    return (Path(config.cluster.fileroot).expanduser() / config.experiment_name / trial).resolve()
-
-
-def trial_of(path: Path) -> str:
-    """A trial name made of a folder's name."""
-    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in path.name).lstrip("._-")
-    return name or "trial"

@@ -7,11 +7,22 @@ from dataclasses import dataclass, field
 
 from areal_dta.metrics import MetricRecord
 
-__all__ = ["STAGES", "StepRow", "StepTable", "bounding_stage", "mean_stage_seconds", "rank_number", "stage_seconds"]
+__all__ = [
+    "STAGES",
+    "StepRow",
+    "StepTable",
+    "bounding_stage",
+    "compute_seconds",
+    "mean_stage_seconds",
+    "rank_number",
+    "stage_seconds",
+    "tokens_per_s",
+]
 
 # In the order in which a step goes through them. The first two are what a trainer waits for.
 STAGES = ("rollout", "batcher", "logprob", "advantages", "update", "publish", "checkpoint")
 _COMPUTE = STAGES[2:]
+_TRAINING = ("time/logprob", "time/advantages", "time/update")
 _PREFIXES = ("train/", "batch/", "time/")
 
 
@@ -66,8 +77,10 @@ class StepTable:
             self.add(record)
 
     def add(self, record: MetricRecord) -> StepRow | None:
-        """The row that the record went to, or None for a record that belongs to no step."""
+        """The row that the record went to, or None for one that belongs to no step or is a span cut short."""
         if record.step is None or record.kind == "event" or not record.name.startswith(_PREFIXES):
+            return None
+        if record.labels.get("failed"):
             return None
         row = self.rows.setdefault(record.step, StepRow(record.step))
         row.put(record)
@@ -79,6 +92,10 @@ class StepTable:
     def trained(self) -> list[StepRow]:
         """Steps whose training reported something: a loss (also one that is not finite) or the length of the step."""
         return [row for row in self.ordered() if "train/loss" in row.values or "time/step" in row.values]
+
+    def complete(self, num_ranks: int) -> list[StepRow]:
+        """Steps of which every trainer rank has reported the end."""
+        return [row for row in self.ordered() if len(row.by_source("time/step")) >= num_ranks]
 
 
 def stage_seconds(row: StepRow) -> dict[str, float]:
@@ -98,6 +115,24 @@ def stage_seconds(row: StepRow) -> dict[str, float]:
         if longest_s is not None:
             seconds[stage] = longest_s
     return {stage: seconds[stage] for stage in STAGES if stage in seconds}
+
+
+def compute_seconds(row: StepRow) -> float | None:
+    """Seconds that the slowest rank spent on log-probs, advantages and update; None where none was reported."""
+    by_rank: dict[str, float] = {}
+    for name in _TRAINING:
+        for source, seconds in row.by_source(name).items():
+            by_rank[source] = by_rank.get(source, 0.0) + seconds
+    return max(by_rank.values(), default=None)
+
+
+def tokens_per_s(rows: Iterable[StepRow], num_dp_ranks: int | None) -> float | None:
+    """The training throughput that every view of a run shows: row tokens of all data-parallel ranks per second of
+    `compute_seconds`. Waiting, publishing and checkpoints are not in it. None where nothing was measured.
+    """
+    pairs = [(row.total("train/row_tokens", num_dp_ranks), compute_seconds(row)) for row in rows]
+    known = [(tokens, seconds) for tokens, seconds in pairs if tokens is not None and seconds]
+    return sum(tokens for tokens, _ in known) / sum(seconds for _, seconds in known) if known else None
 
 
 def bounding_stage(seconds: Mapping[str, float]) -> str | None:

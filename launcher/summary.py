@@ -8,7 +8,15 @@ from typing import Any
 
 from areal_dta.metrics import MetricRecord, last_by_label, read_metrics
 from launcher.run_files import RunFiles, read_run_files
-from launcher.steps import STAGES, StepRow, StepTable, bounding_stage, mean_stage_seconds, rank_number
+from launcher.steps import (
+    STAGES,
+    StepRow,
+    StepTable,
+    bounding_stage,
+    mean_stage_seconds,
+    rank_number,
+    tokens_per_s,
+)
 
 __all__ = ["render", "summarise", "summarise_records"]
 
@@ -25,7 +33,7 @@ def summarise_records(records: Sequence[MetricRecord], files: RunFiles) -> dict[
     """Pure core of `summarise`: JSON-able, every key always present, None where nothing was measured.
 
     Rewards are of episodes (0..1 in tau2), times are seconds, ``wall_s`` is of the last launch,
-    ``tokens_per_s`` counts tokens of training rows per second of step, ``rank_loads`` are mean partition costs by
+    ``tokens_per_s`` is `launcher.steps.tokens_per_s` over all steps, ``rank_loads`` are mean partition costs by
     data-parallel rank in the unit of ``batcher.cost``.
     """
     table = StepTable(records)
@@ -44,7 +52,7 @@ def summarise_records(records: Sequence[MetricRecord], files: RunFiles) -> dict[
         **_mismatch(trained),
         "tree_ratio": _tree_ratio(table, trained),
         "rank_loads": _rank_loads(table, files.num_dp_ranks),
-        "tokens_per_s": _tokens_per_s(trained, files.num_dp_ranks),
+        "tokens_per_s": tokens_per_s(trained, files.num_dp_ranks),
         "lost": counters.get("lost"),
         "duplicated": counters.get("duplicated"),
         "wall_s": _wall_s(files.state, records),
@@ -129,12 +137,6 @@ def _rank_loads(table: StepTable, num_dp_ranks: int | None) -> list[float] | Non
     return None
 
 
-def _tokens_per_s(rows: Sequence[StepRow], num_dp_ranks: int | None) -> float | None:
-    pairs = [(row.total("train/row_tokens", num_dp_ranks), row.largest("time/step")) for row in rows]
-    known = [(tokens, seconds) for tokens, seconds in pairs if tokens is not None and seconds]
-    return sum(tokens for tokens, _ in known) / sum(seconds for _, seconds in known) if known else None
-
-
 def _wall_s(state: Mapping[str, Any], records: Sequence[MetricRecord]) -> float | None:
     started, updated = state.get("started_at"), state.get("updated_at")
     if isinstance(started, int | float) and isinstance(updated, int | float):
@@ -173,7 +175,7 @@ def _lines(s: Mapping[str, Any]) -> list[tuple[str, str]]:
             "log-prob mismatch",
             f"{_number(s['logprob_mismatch'], '.2e')} at most, {s['logprob_mismatch_tokens']:,} tokens of one version",
         ),
-        ("training tokens/s", _number(s["tokens_per_s"], ",.0f")),
+        ("training tokens/s", f"{_number(s['tokens_per_s'], ',.0f')} row tokens of all ranks per second of computing"),
         ("time per step", _stage_text(s["stage_s"], s["step_s"], s["bounding_stage"])),
         ("trajectories", _delivery_text(s)),
         ("rejections", _counts_text(s["rejected"])),

@@ -24,12 +24,13 @@ from launcher.progress import Progress
 from launcher.rundir import RunDir, RunState, write_json
 from launcher.store import MetricsStore
 
-__all__ = ["LaunchFailed", "Stopped", "StopSignal", "Supervisor"]
+__all__ = ["SECOND_SIGNAL", "LaunchFailed", "StopSignal", "Stopped", "Supervisor"]
 
 TICK_S = 0.25
 HEALTH_TIMEOUT_S = 2.0
 FAILURE_STOP_S = 10.0  # per wave, so that a dead trainer stops a run well within a minute
 STABLE_S = 900.0  # a process that ran this long has its restarts forgiven
+SECOND_SIGNAL = "stopped by a second signal, without grace"
 BEFORE_ROUTER, ROUTER, WORKERS = ("server", "batcher", "trainer"), ("router",), ("worker",)
 
 
@@ -42,10 +43,14 @@ class Stopped(RuntimeError):
 
 
 class StopSignal:
-    """SIGINT, SIGTERM and SIGHUP as a flag and a readable descriptor; a second signal raises KeyboardInterrupt."""
+    """SIGINT, SIGTERM and SIGHUP as a flag and a readable descriptor; a second signal raises KeyboardInterrupt.
+
+    After `disarm` further signals do nothing: for the last writes, which are short.
+    """
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._armed = True
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     @contextlib.contextmanager
@@ -58,10 +63,15 @@ class StopSignal:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._armed:
+            return
         if self.name is not None:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
         os.write(self._write_fd, b"!")
+
+    def disarm(self) -> None:
+        self._armed = False
 
     def check(self) -> None:
         if self.name is not None:
@@ -103,11 +113,13 @@ class Supervisor:
             raise
         except KeyboardInterrupt:
             grace_s = 0.0
-            raise Stopped("stopped by a second signal, without grace") from None
+            raise Stopped(SECOND_SIGNAL) from None
         finally:
             try:
                 if self._before_stop is not None and grace_s > 0:
                     self._before_stop()
+            except KeyboardInterrupt:
+                grace_s = 0.0
             finally:
                 self._stop_all(grace_s)
 
@@ -161,6 +173,8 @@ class Supervisor:
         self._signal.check()
         if self._store.failure is not None:
             raise LaunchFailed(self._store.failure)
+        for death in deaths:  # all of them, before the first raises
+            self._event("process/exit", death.how, process=death.name, code=death.returncode)
         for death in deaths:
             self._on_death(death)
         for process in self._table.restart_due():
@@ -172,7 +186,6 @@ class Supervisor:
 
     def _on_death(self, death: Death) -> None:
         process = self._table.processes[death.name]
-        self._event("process/exit", death.how, process=death.name, code=death.returncode)
         try:
             if process.spec.role == "trainer":
                 if death.returncode != 0:
@@ -195,11 +208,16 @@ class Supervisor:
         self._wake_fd = None
         try:
             for roles in (("worker", "trainer"), None):
-                for name in self._table.stop(roles, grace_s):
+                for name in self._table.stop(roles, grace_s, self._on_stopped):
                     self._progress.say(f"{name} did not stop within {grace_s:g} s and was killed")
         except KeyboardInterrupt:  # a second signal while waiting: no more grace
-            self._table.stop(None, 0.0)
+            self._table.stop(None, 0.0, self._on_stopped)
         self._save_processes()
+
+    def _on_stopped(self, death: Death) -> None:
+        """``stopped`` tells an end on purpose from a death, whatever the exit code."""
+        said = f"was stopped and {death.how}"
+        self._event("process/exit", said, process=death.name, code=death.returncode, stopped=True)
 
     def _phase(self, name: str) -> None:
         self._progress.set_phase(name)
@@ -222,15 +240,8 @@ def is_healthy(url: str, api_key: str | None = None) -> bool:
         return False
 
 
-def wait_for_pid(pid: int, timeout_s: float) -> bool:
-    """Whether the process ends within the time; True at once when there is none."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        return bool(poller.poll(timeout_s * 1000))
-    finally:
-        os.close(fd)
+def wait_for_end(pidfd: int, timeout_s: float) -> bool:
+    """Whether the process behind a descriptor ends within the time."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))

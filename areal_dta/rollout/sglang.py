@@ -2,6 +2,7 @@
 
 Pure: it builds the command from the configuration. It is tested as text only; no SGLang server is started by the tests.
 Flags as documented for SGLang's ``launch_server``; `sglang` keys of the configuration become flags of the same name.
+SGLang takes its API key as a flag only, so whoever may list the processes of the machine can read it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,15 @@ from typing import Any
 from areal_dta.metrics import MetricRecord
 from launcher.dashboard.timeline import Timeline
 from launcher.run_files import RunFiles
-from launcher.steps import STAGES, StepRow, StepTable, bounding_stage, mean_stage_seconds, stage_seconds
+from launcher.steps import (
+    STAGES,
+    StepRow,
+    StepTable,
+    bounding_stage,
+    mean_stage_seconds,
+    stage_seconds,
+    tokens_per_s,
+)
 
 __all__ = ["RunModel"]
 
@@ -147,7 +155,8 @@ class RunModel:
         view = self._processes.setdefault(name, ProcessView(name))
         pid = record.labels.get("pid")
         if record.name == "process/exit":
-            view.state = "ended" if record.labels.get("code") == 0 else "died"
+            on_purpose = record.labels.get("code") == 0 or record.labels.get("stopped") is True
+            view.state = "ended" if on_purpose else "died"
             view.last_exit = record.message or ""
         else:
             view.state, view.pid = "running", pid if isinstance(pid, int) else None
@@ -217,13 +226,11 @@ class RunModel:
     def _now(self, recent: list[StepRow], dp: int | None) -> dict[str, Any]:
         """Means over the latest steps, for the header."""
         stages = mean_stage_seconds(recent)
-        tokens = [(row.total("train/row_tokens", dp), row.largest("time/step")) for row in recent]
-        known = [(count, seconds) for count, seconds in tokens if count is not None and seconds]
         count = max(1, self._episodes.count)
         return {
             "bound": bounding_stage(stages),
             "stages": _rounded(stages),
-            "tokens_per_s": _round(sum(c for c, _ in known) / sum(s for _, s in known)) if known else None,
+            "tokens_per_s": _round(tokens_per_s(recent, dp)),
             "episodes": self._episodes.count,
             "episode_means": {name: _round(total / count) for name, total in self._episodes.sums.items()},
         }
@@ -232,7 +239,6 @@ class RunModel:
         stages = stage_seconds(row)
         row_tokens, tree_tokens = row.total("train/row_tokens", dp), row.total("train/tree_tokens", dp)
         step_s, end_s = row.largest("time/step"), self._step_end_s.get(row.step)
-        compute_s = stages.get("logprob", 0.0) + stages.get("update", 0.0)
         return {
             "step": row.step,
             "end_s": _round(end_s),
@@ -241,15 +247,15 @@ class RunModel:
             "row_tokens": row_tokens,
             "tree_tokens": tree_tokens,
             "tree_ratio": _round(row_tokens / tree_tokens) if row_tokens and tree_tokens else None,
-            "tokens_per_s": _round(row_tokens / step_s) if row_tokens is not None and step_s else None,
-            "compute_tokens_per_s": _round(row_tokens / compute_s) if row_tokens is not None and compute_s else None,
+            "tokens_per_s": _round(tokens_per_s([row], dp)),
+            "step_tokens_per_s": _round(row_tokens / step_s) if row_tokens is not None and step_s else None,
             "stage_s": _rounded(stages),
             "bound": bounding_stage(stages),
             "loads": _rounded(row.by_source("batch/rank_cost") or row.by_source("train/load")),
         }
 
     def _process_rows(self, status: str | None) -> list[dict[str, Any]]:
-        """What the launcher stops at the end of a run, it does not report: then nothing runs any more."""
+        """After the end of a run nothing runs any more, also where a launcher that was killed could not say so."""
         rows = [asdict(view) for _, view in sorted(self._processes.items())]
         if status in ("finished", "failed", "stopped"):
             rows = [{**row, "state": "ended" if row["state"] == "running" else row["state"]} for row in rows]

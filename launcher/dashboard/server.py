@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import signal
-import webbrowser
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import quote
 
 from aiohttp import web
 
 from launcher.dashboard.page import ASSETS, PAGE, asset
 from launcher.dashboard.source import RunSource
+from launcher.rundir import RunError
 
 __all__ = ["Dashboard", "DashboardError", "serve"]
 
@@ -30,7 +32,7 @@ _HEADERS = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class DashboardError(RuntimeError):
+class DashboardError(RunError):
     """The page cannot be served; the message names the remedy."""
 
 
@@ -44,7 +46,15 @@ class Dashboard:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Bind (``port`` 0: any free one) and return the URL; DashboardError where that is not possible."""
+        """Bind (``port`` 0: any free one) and return the URL; DashboardError where that is not possible.
+
+        Other machines are let in with a key only.
+        """
+        if self._api_key is None and not _is_loopback(host):
+            raise DashboardError(
+                f"--host {host} would show the run to everyone who can reach this machine; bind 127.0.0.1 and use a "
+                "tunnel (ssh -L 8787:127.0.0.1:8787 HOST), or give the run a runtime.api_key"
+            )
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._page)
         app.router.add_get("/api/run", self._run)
@@ -55,14 +65,15 @@ class Dashboard:
         site = web.TCPSite(self._runner, host, port)
         try:
             await site.start()
-        except OSError as error:
+        except OSError as error:  # taken, no such address, or a host that does not resolve
             await self.stop()
             raise DashboardError(
                 f"cannot serve on {host} port {port}: {error.strerror}; choose another --port (0: any free one)"
             ) from error
         bound_port = self._runner.addresses[0][1]
         shown_host = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown_host}:{bound_port}/" + (f"?key={self._api_key}" if self._api_key else "")
+        query = f"?key={quote(self._api_key, safe='')}" if self._api_key else ""
+        self.url = f"http://{shown_host}:{bound_port}/{query}"
         return self.url
 
     async def stop(self) -> None:
@@ -98,26 +109,30 @@ class Dashboard:
         return web.Response(text=json.dumps(view, allow_nan=False), content_type="application/json")
 
 
-def serve(
-    run_dir: Path,
-    host: str = "127.0.0.1",
-    port: int = 8787,
-    open_browser: bool = False,
-    api_key: str | None = None,
-) -> None:
-    """Serve the page of a run until SIGINT or SIGTERM; prints the URL. With ``port`` 0 any free port is taken."""
-    asyncio.run(_serve(run_dir, host, port, open_browser, api_key))
+def serve(run_dir: Path, host: str = "127.0.0.1", port: int = 8787, api_key: str | None = None) -> int:
+    """Serve the page of a run until SIGINT or SIGTERM, whose number is returned; prints the URL (port 0: any)."""
+    return asyncio.run(_serve(run_dir, host, port, api_key))
 
 
-async def _serve(run_dir: Path, host: str, port: int, open_browser: bool, api_key: str | None) -> None:
+async def _serve(run_dir: Path, host: str, port: int, api_key: str | None) -> int:
     dashboard = Dashboard(run_dir, api_key)
     url = await dashboard.start(host, port)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def stop(number: int) -> None:
+        if not stopped.done():
+            stopped.set_result(number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     print(f"dashboard of {run_dir}: {url}  (Ctrl-C stops it; the run goes on)", flush=True)
-    if open_browser:
-        await asyncio.to_thread(webbrowser.open, url)
-    await stop.wait()  # for ever by intent: until a person or a program ends the server
+    number = await stopped  # for ever by intent: until a person or a program ends the server
     await dashboard.stop()
+    return number
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or nothing, which binds every address
+        return host == "localhost"

@@ -156,7 +156,7 @@ def write_run(
             "adv_norm": {"mean_level": "batch", "std_level": "batch"},
             "optimizer": {"lr": 1e-3, "weight_decay": 0.0, "warmup_steps_proportion": 0.0},
         },
-        "recover": {"freq_steps": 2},
+        "recover": {"mode": "auto", "freq_steps": 2},
         "runtime": {"step_timeout_s": 60},
     }
     for key, value in extra.items():

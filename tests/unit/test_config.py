@@ -111,7 +111,28 @@ def test_changed_copy_is_checked() -> None:
         ("embedded.ports=[7000,7001]", ["one port for each of 1 servers"]),
         ("embedded.ports=[70000]", ["70000", "65535"]),
         ("tree_training_mode=dtaa", ["tree_training_mode=dtaa", "disabled, sparse, dta", "did you mean dta"]),
-        ("actor.optimizer.type=adamw", ["actor.optimizer.type=adamw", "adam"]),
+        ("actor.optimizer.type=sgd", ["actor.optimizer.type=sgd", "choose one of: adam, adamw"]),
+        ("actor.optimizer.type=adam_bf16", ["actor.optimizer.type=adam_bf16", "adam, adamw"]),
+        ("actor.backend=megatron:d2p2", ["actor.backend=megatron:d2p2", "pipeline parallelism", "use p1"]),
+        ("actor.backend=archon:p2", ["actor.backend=megatron:d1p2", "pipeline parallelism"]),
+        ("actor.log_agent_stats=true", ["actor.log_agent_stats=True", "set it to false"]),
+        ("actor.init_from_scratch=true", ["actor.init_from_scratch=True", "actor.path"]),
+        ("actor.megatron.fp8_config.mode=e4m3", ["actor.megatron.fp8_config", "not supported"]),
+        ("rollout.agent.mode=subproc", ["rollout.agent.mode=subproc", "rollout.agent.mode=inline"]),
+        ("rollout.agent.agent_cls_path=a.B", ["rollout.agent.agent_cls_path=a.B", "workflow"]),
+        ("evaluator.freq_secs=60", ["evaluator.freq_secs=60", "evaluator.freq_steps"]),
+        ("recover.no_load_optim=true", ["recover.no_load_optim=True", "remove it"]),
+        ("recover.mode=fault", ["recover.mode=fault", "disabled, off, auto, on"]),
+        (
+            "econfig.domain=airlines",
+            ["econfig.domain=airlines", "mock, airline, retail, telecom", "did you mean airline"],
+        ),
+        ("econfig.solo_mode=true", ["econfig.solo_mode=true", "econfig.solo_mode=false"]),
+        ("econfig.add_thinking_tool=true", ["econfig.add_thinking_tool=true", "econfig.add_thinking_tool=false"]),
+        ("econfig.turn_discount=1.5", ["econfig.turn_discount=1.5", "at most 1"]),
+        ("batcher.port=70000", ["batcher.port=70000", "65535"]),
+        ("runtime.router_port=-1", ["runtime.router_port=-1", "65535"]),
+        ("batcher.port=7000 runtime.router_port=7000", ["runtime.router_port=7000", "batcher.port"]),
         ("actor.backend=megatron:d2c2", ["actor.backend", "context parallelism"]),
         ("actor.backend=megatron:d2e2", ["actor.backend", "expert parallelism"]),
         ("actor.backend=megatron:d2x2", ["actor.backend", "'x'"]),
@@ -173,7 +194,6 @@ class TestArealTau2Files:
         assert config.raw["rollout"]["agent"]["turn_discount"] == 0.95
         assert config.raw["allocation_mode"] == ""
         assert config.tree_training_mode == "dta"
-        assert config.econfig.user_llm_args == {"temperature": 0.0, "max_completion_tokens": 256}
         assert config.workflow == "experiments.tau2.workflow.Tau2Workflow"
         assert any("sglang:d6" in notice for notice in config.notices)
 
@@ -183,10 +203,122 @@ class TestArealTau2Files:
         assert (config.tree_training_mode, config.packing_algorithm) == ("dta", "dta")
         assert any("archon:d4" in notice and "megatron:d4" in notice for notice in config.notices)
 
+    @pytest.mark.parametrize("name", ["areal_tau2", "areal_tau2_dta"])
+    def test_the_user_model_is_replaced_by_the_scripted_user_and_that_is_said(self, name: str) -> None:
+        config = load_config(FIXTURES / f"{name}.yaml")
+        econfig = config.econfig
+        assert (econfig.user_llm, econfig.user_llm_base_url, econfig.user_llm_args) == (None, None, None)
+        assert (econfig.domain, econfig.invalid_format_penalty) == ("retail", 0.2)
+        [notice] = [n for n in config.notices if "user_llm" in n]
+        assert "openai/some-user-model" in notice
+        assert "scripted" in notice
+
+    @pytest.mark.parametrize("name", ["areal_tau2", "areal_tau2_dta"])
+    def test_what_is_not_done_here_is_said(self, name: str) -> None:
+        notices = load_config(FIXTURES / f"{name}.yaml").notices
+        for part in (
+            "stats_logger.wandb.mode=online",
+            "saver.freq_epochs=1",
+            "recover.mode=disabled: recover.freq_epochs=1, recover.freq_secs=1800",
+            "rollout.enable_rollout_tracing=true",
+            "scheduling_spec",
+        ):
+            assert sum(part in notice for notice in notices) == 1, part
+
     def test_fsdp_maps_to_megatron(self) -> None:
         config = load_config(QUICKSTART, ["actor.backend=fsdp:d2"])
         assert config.actor.backend == "megatron:d2"
         assert "fsdp:d2" in config.notices[0]
+
+
+class TestKeysWithoutEffect:
+    """An AReaL key that does nothing here, or something else, is never ignored silently."""
+
+    @pytest.mark.parametrize(
+        "override",
+        [
+            "saver.mode=async",
+            "saver.freq_secs=60",
+            "recover.retries=5",
+            "stats_logger.swanlab.mode=cloud",
+            "stats_logger.tensorboard.path=logs",
+            "stats_logger.trackio.mode=online",
+            "perf_tracer.enabled=true",
+            "memory_profiler.max_entries=5",
+            "enable_offload=true",
+            "actor.grad_reduce_dtype=bfloat16",
+            "actor.optimizer_dtype=bfloat16",
+            "actor.megatron.ddp.overlap_grad_reduce=true",
+            "actor.megatron.use_deterministic_algorithms=true",
+            "rollout.queue_size=8",
+            "rollout.pause_grace_period=2",
+            "rollout.setup_timeout=60",
+            "scheduler.type=slurm",
+            "train_dataset.drop_last=false",
+        ],
+    )
+    def test_a_value_other_than_what_is_done_gives_one_notice(self, override: str) -> None:
+        [notice] = load_config(QUICKSTART, [override]).notices
+        assert override.replace("period=2", "period=2.0").replace("timeout=60", "timeout=60.0") in notice or (
+            notice.startswith("memory_profiler")
+        )
+
+    @pytest.mark.parametrize(
+        "override",
+        [
+            "saver.mode=sync",
+            "perf_tracer.session_tracer.enabled=true",
+            "actor.megatron.ddp.grad_reduce_in_fp32=true",
+            "rollout.queue_size=null",
+            "scheduler.type=local",
+        ],
+    )
+    def test_a_value_that_says_what_is_done_gives_none(self, override: str) -> None:
+        assert load_config(QUICKSTART, [override]).notices == ()
+
+    def test_other_workflows_keep_their_environment_keys(self) -> None:
+        given = ["workflow=a.B", "prepare=null", "econfig.user_llm=m", "econfig.domain=bank", "econfig.solo_mode=true"]
+        config = load_config(QUICKSTART, given)
+        assert (config.econfig.user_llm, config.econfig.domain) == ("m", "bank")
+        assert config.notices == ()
+
+
+class TestSchedules:
+    """Quickstart: 9 prompts a step, so 90 prompts are 10 steps an epoch."""
+
+    def test_the_shorter_interval_of_saver_and_recover_counts(self) -> None:
+        both = load_config(QUICKSTART, ["saver.freq_epochs=1", "saver.freq_secs=9", "recover.freq_steps=12"])
+        assert both.checkpoint_intervals(num_items=90) == (10, 9)
+        assert load_config(QUICKSTART).checkpoint_intervals(num_items=90) == (5, None)
+
+    @pytest.mark.parametrize("mode", ["disabled", "'off'"])
+    def test_disabled_recovery_leaves_the_savers_checkpoints(self, mode: str) -> None:
+        config = load_config(QUICKSTART, [f"recover.mode={mode}", "recover.freq_secs=7"])
+        assert config.checkpoint_intervals(num_items=90) == (None, None)
+        config = load_config(QUICKSTART, [f"recover.mode={mode}", "saver.freq_steps=8"])
+        assert config.checkpoint_intervals(num_items=90) == (8, None)
+        assert any("recover.freq_steps=5 without effect" in notice for notice in config.notices)
+
+    def test_evaluations_count_steps_and_epochs(self) -> None:
+        config = load_config(QUICKSTART, ["evaluator.freq_epochs=1", "evaluator.freq_steps=4"])
+        assert [step for step in range(20) if config.evaluation_due(step, num_items=90)] == [3, 7, 9, 11, 15, 19]
+        assert not any(load_config(QUICKSTART).evaluation_due(step, num_items=90) for step in range(20))
+
+
+class TestPorts:
+    """Fixed ports are checked whatever the rollout backend is."""
+
+    SGLANG = ("rollout.backend=sglang:d2", "actor.backend=megatron:d2")
+
+    @pytest.mark.parametrize("backend", [(), SGLANG], ids=["embedded", "sglang"])
+    def test_impossible_and_shared_ports_are_refused(self, backend: tuple[str, ...]) -> None:
+        assert "runtime.router_port=65536" in error_of(*backend, "runtime.router_port=65536")
+        assert "also used by batcher.port" in error_of(*backend, "batcher.port=7000", "runtime.router_port=7000")
+
+    def test_ports_of_embedded_servers_make_no_sense_for_sglang(self) -> None:
+        message = error_of(*self.SGLANG, "embedded.ports=[7000,7001]")
+        assert "embedded.ports=[7000, 7001]" in message
+        assert "remove it" in message
 
 
 class TestAllocation:

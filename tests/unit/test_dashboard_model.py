@@ -126,6 +126,9 @@ def test_processes_tell_their_restarts_and_deaths_and_all_end_with_the_run():
     model.add([record(102.0, "launcher", "process/restart", process="server.0", pid=7)])
     rows = {p["name"]: p for p in model.view(FILES, 102.0)["processes"]}
     assert (rows["server.0"]["state"], rows["server.0"]["pid"], rows["server.0"]["restarts"]) == ("running", 7, 1)
+    model.add([record(103.0, "launcher", "process/exit", process="batcher", code=-15, stopped=True)])
+    rows = {p["name"]: p for p in model.view(FILES, 103.0)["processes"]}
+    assert (rows["batcher"]["state"], rows["server.0"]["state"]) == ("ended", "running")
     ended = model.view(RunFiles(Path("run"), state={"status": "finished"}), 103.0)["processes"]
     assert {p["state"] for p in ended} == {"ended"}
 
@@ -182,14 +185,14 @@ def test_the_server_sends_page_view_and_increments_and_lets_nothing_in_from_else
 
 def test_with_a_key_only_those_who_have_it_get_in(run_dir):
     async def visit() -> list[int]:
-        dashboard = Dashboard(run_dir, api_key="secret")
-        url = await dashboard.start()
+        dashboard = Dashboard(run_dir, api_key="se&cret")
+        url = await dashboard.start("127.0.0.1")
         base, _, query = url.partition("?")
-        assert query == "key=secret"
+        assert query == "key=se%26cret"
         try:
             jar = aiohttp.CookieJar(unsafe=True)  # "unsafe": cookies of a numeric host
             async with aiohttp.ClientSession() as stranger, aiohttp.ClientSession(cookie_jar=jar) as guest:
-                bearer = {"Authorization": "Bearer secret"}
+                bearer = {"Authorization": "Bearer se&cret"}
                 visits = [(stranger, base, {}), (stranger, f"{base}api/run?key=wrong", {}), (stranger, base, bearer)]
                 codes = []
                 for session, address, headers in [*visits, (guest, url, {}), (guest, f"{base}api/run", {})]:
@@ -208,6 +211,12 @@ def test_a_taken_port_and_a_missing_run_are_errors_with_a_remedy(run_dir, tmp_pa
             asyncio.run(Dashboard(run_dir).start(port=taken.getsockname()[1]))
     with pytest.raises(RunFileError):
         Dashboard(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "some-name"])
+def test_without_a_key_other_machines_are_not_let_in(run_dir, host):
+    with pytest.raises(DashboardError, match=r"runtime\.api_key"):
+        asyncio.run(Dashboard(run_dir).start(host))
 
 
 def test_a_damaged_file_is_told_on_the_page_and_what_was_read_before_stays(tmp_path):

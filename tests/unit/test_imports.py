@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import grimp
 import networkx
 import pytest
@@ -38,3 +40,10 @@ def test_only_the_bridge_side_imports_areal(graph: grimp.ImportGraph) -> None:
     importers = graph.find_modules_that_directly_import("areal")
     assert importers, "nothing imports areal: the check would pass vacuously"
     assert not [m for m in importers if not m.startswith(AREAL_ALLOWED)]
+
+
+def test_the_tree_is_numpy_and_nothing_else(graph: grimp.ImportGraph) -> None:
+    tree = graph.find_descendants("areal_dta.tree")
+    assert tree
+    imported = {name for module in tree for name in graph.find_modules_directly_imported_by(module)}
+    assert {n for n in imported - tree if n.partition(".")[0] not in sys.stdlib_module_names} == {"numpy"}

@@ -1,13 +1,11 @@
-"""The launcher's pure and small parts: ports, process table, run directory, metrics store, progress, inputs."""
+"""The launcher's pure and small parts: ports, process table, metrics store, progress, inputs."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,7 +23,8 @@ from launcher import ports
 from launcher.inputs import precheck
 from launcher.prepare import check_prepared
 from launcher.progress import Progress
-from launcher.rundir import RunDir, RunError, RunState, new_run
+from launcher.redact import redact_command, redact_values
+from launcher.rundir import RunError
 from launcher.store import MetricsStore
 
 REPO = Path(__file__).resolve().parents[2]
@@ -84,6 +83,27 @@ class TestPlan:
         devices = [spec.placement.devices for spec in table if spec.placement.devices]
         assert devices == [(0, 1), (2, 3), (4,), (5,), (6,), (7,)]
         assert table[0].env == {"CUDA_VISIBLE_DEVICES": "0,1"}
+        others = [spec for spec in table if spec.role in ("batcher", "router", "worker")]
+        assert {spec.env["CUDA_VISIBLE_DEVICES"] for spec in others} == {""}
+        assert "CUDA_VISIBLE_DEVICES" not in planning.prepare_env(config)
+
+    def test_with_embedded_servers_no_process_sees_a_gpu_of_the_machine(self) -> None:
+        config = quickstart()
+        chosen = planning.planned_ports(config)
+        table = planning.process_table(config, planning.launch_plan(config, Path("run"), chosen, 0, None), chosen)
+        assert [spec.env for spec in table] == [{"CUDA_VISIBLE_DEVICES": ""}] * len(table)
+        assert planning.prepare_env(config)["CUDA_VISIBLE_DEVICES"] == ""
+
+    def test_keys_are_shown_neither_in_commands_nor_in_values(self) -> None:
+        config = load_config(GPU_CONFIG, ["runtime.api_key=sesame", "stats_logger.wandb.wandb_api_key=tell-me"])
+        argv = build_command(config, index=0, port=3000)
+        assert "sesame" in argv
+        shown = redact_command(argv)
+        assert shown[argv.index("sesame")] == "***" and "sesame" not in shown
+        values = redact_values(config.raw)
+        assert "sesame" not in str(values) and "tell-me" not in str(values)
+        assert values["runtime"] == {**config.raw["runtime"], "api_key": "***"}
+        assert redact_values(quickstart().raw)["runtime"]["api_key"] is None
 
     def test_sglang_command_carries_sizes_model_and_flags(self) -> None:
         config = load_config(GPU_CONFIG, ["rollout.backend=sglang:d2t2", "sglang.enable_metrics=true"])
@@ -95,54 +115,6 @@ class TestPlan:
         assert pairs["--mem-fraction-static"] == "0.8"
         assert "--enable-metrics" in argv
         assert "None" not in argv
-
-
-class TestRunDir:
-    def test_trial_without_a_name_gets_one_and_a_second_run_does_not_overwrite(self, tmp_path: Path) -> None:
-        config, run = new_run(quickstart(f"cluster.fileroot={tmp_path}"), None, now=0.0)
-        assert run.path.parent == tmp_path / "quickstart"
-        assert config.trial_name == run.path.name
-        assert load_config(run.config_file) == config
-        with pytest.raises(RunError, match="already holds a run"):
-            new_run(config, run.path, now=0.0)
-
-    def test_state_survives_a_round_trip_and_names_the_missing_run(self, tmp_path: Path) -> None:
-        run = RunDir(tmp_path)
-        with pytest.raises(RunError, match="not a run directory"):
-            run.require()
-        run.write_state(RunState("running", pid=1, step=3, total_steps=9))
-        assert (run.read_state().status, run.read_state().step) == ("running", 3)
-        assert run.read_state().updated_at > 0
-
-    def test_lock_is_exclusive_between_processes_and_freed_by_death(self, tmp_path: Path) -> None:
-        code = (
-            "import sys; from pathlib import Path; from launcher.rundir import RunDir;"
-            "RunDir(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.read()"
-        )
-        holder = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)],
-            cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        run = RunDir(tmp_path)
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "held\n"
-            assert run.is_locked()
-            with pytest.raises(RunError, match="is running"):
-                run.acquire()
-        finally:
-            holder.kill()
-            holder.communicate(timeout=10)
-        assert not run.is_locked()
-        run.acquire()
-        run.release()
-
-    def test_latest_checkpoint(self, tmp_path: Path) -> None:
-        run = RunDir(tmp_path)
-        assert run.latest_checkpoint() is None
-        (tmp_path / "checkpoints").mkdir()
-        (tmp_path / "checkpoints" / "latest.json").write_text(json.dumps({"step": 6}))
-        assert run.latest_checkpoint() == 6
 
 
 class TestStore:
@@ -232,6 +204,43 @@ class TestProgress:
         assert out.getvalue().endswith("\rstep 1/5: advantages")
         progress.take([self.record("time/step", 1.0, kind="span")])
         assert "\n" in out.getvalue()
+
+    def test_throughput_is_of_all_ranks_and_the_line_waits_for_their_records(self) -> None:
+        out = io.StringIO()
+        progress = Progress(out, total_steps=5, live=False, num_ranks=2, num_dp_ranks=2)
+        for rank, seconds in ((0, 2.0), (1, 4.0)):
+            proc = f"trainer.{rank}"
+            assert out.getvalue() == ""
+            progress.take([
+                self.record("train/tokens_per_s", 1.0, proc=proc),
+                self.record("train/row_tokens", 500, proc=proc),
+                self.record("time/update", seconds, proc=proc, kind="span"),
+                self.record("time/step", 5.0 + rank, proc=proc, kind="span"),
+            ])  # fmt: skip
+        assert "tok/s 250 " in out.getvalue() and out.getvalue().endswith("6.0 s\n")
+
+    def test_what_a_rank_did_not_report_does_not_hide_a_step(self) -> None:
+        out = io.StringIO()
+        progress = Progress(out, total_steps=2, live=False, num_ranks=2)
+        progress.take([self.record("time/step", 1.0, step, kind="span") for step in (0, 1)])
+        assert (progress.step, out.getvalue()) == (2, "")
+        progress.close()
+        assert [line[:8] for line in out.getvalue().splitlines()] == ["step 1/2", "step 2/2"]
+
+    def test_a_step_cut_short_by_an_error_is_not_a_finished_step(self) -> None:
+        progress = Progress(io.StringIO(), total_steps=5, live=False)
+        progress.take([MetricRecord(0.0, "trainer.0", "span", "time/step", 1.0, 0, {"failed": True})])
+        assert progress.step == 0
+
+    def test_after_the_last_step_it_says_finishing_and_leaves_a_clean_line(self) -> None:
+        out, now = io.StringIO(), [9.0]
+        progress = Progress(out, total_steps=5, live=True, step=4, clock=lambda: now[0])
+        progress.take([self.record("time/step", 1.0, step=4, kind="span")])
+        assert out.getvalue().endswith("\rstep 5/5: finishing")
+        progress.close()
+        assert out.getvalue().endswith("\r" + " " * len("step 5/5: finishing") + "\r")
+        progress.set_phase("stopping")
+        assert "stopping" not in out.getvalue()
 
     def test_only_trainer_and_finished_episodes_count_as_activity(self) -> None:
         now = [0.0]

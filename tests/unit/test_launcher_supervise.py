@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from launcher.plan import Placement, ProcessSpec
 from launcher.progress import Progress
 from launcher.rundir import RunDir, RunState
 from launcher.store import MetricsStore
-from launcher.supervise import LaunchFailed, Stopped, StopSignal, Supervisor, wait_for_pid
+from launcher.supervise import LaunchFailed, Stopped, StopSignal, Supervisor, wait_for_end
 
 REPO = Path(__file__).resolve().parents[2]
 QUICKSTART = REPO / "experiments" / "quickstart" / "quickstart.yaml"
@@ -70,8 +71,9 @@ class Bench:
     def pids(self) -> list[int]:
         return [p.popen.pid for p in self.table.processes.values()]
 
-    def events(self, name: str) -> list[str]:
-        return [str(r.labels["process"]) for r in read_metrics(self.run.metrics_file) if r.name == name]
+    def events(self, name: str, **labels: object) -> list[str]:
+        found = [r.labels for r in read_metrics(self.run.metrics_file) if r.name == name]
+        return [str(seen["process"]) for seen in found if all(seen.get(k) == v for k, v in labels.items())]
 
 
 @pytest.fixture
@@ -97,7 +99,14 @@ def web_stand_in(name: str) -> ProcessSpec:
 
 
 def is_gone(pid: int) -> bool:
-    return wait_for_pid(pid, 5.0)
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return wait_for_end(fd, 5.0)
+    finally:
+        os.close(fd)
 
 
 def test_a_run_starts_in_order_reports_its_steps_and_leaves_nothing_behind(bench: Bench) -> None:
@@ -110,6 +119,8 @@ def test_a_run_starts_in_order_reports_its_steps_and_leaves_nothing_behind(bench
     assert supervisor.state.step == 3
     assert bench.run.read_state().step == 3
     assert "step 3/3" in bench.out.getvalue()
+    assert bench.events("process/exit", stopped=None) == ["trainer.0"]
+    assert sorted(bench.events("process/exit", stopped=True)) == ["batcher", "router", "server.0", "worker.0"]
     assert all(is_gone(pid) for pid in bench.pids())
 
 
@@ -191,6 +202,30 @@ def test_a_signal_stops_everything_gracefully(bench: Bench) -> None:
         supervisor.run_to_end([stand_in("trainer.0", WAIT), asking])
     assert all(is_gone(pid) for pid in bench.pids())
     assert bench.table.processes["trainer.0"].history == ["was killed by signal 15 (SIGTERM)"]
+    assert sorted(bench.events("process/exit", stopped=True)) == ["trainer.0", "worker.0"]
+
+
+def test_a_second_signal_while_the_counters_are_saved_stops_without_grace(bench: Bench) -> None:
+    supervisor = bench.supervisor("runtime.stop_timeout_s=600")
+
+    def asked_twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    supervisor._before_stop = asked_twice
+    asking = stand_in("worker.0", f"import os, signal; os.kill(os.getppid(), signal.SIGINT); {STUBBORN}")
+    with bench.stop_signal.installed(), pytest.raises(Stopped, match="SIGINT"):
+        supervisor.run_to_end([stand_in("trainer.0", WAIT), asking])
+    assert all(is_gone(pid) for pid in bench.pids())
+
+
+def test_signals_after_the_end_change_nothing() -> None:
+    stop_signal = StopSignal()
+    with stop_signal.installed():
+        os.kill(os.getpid(), signal.SIGINT)
+        stop_signal.disarm()
+        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(Stopped, match="SIGINT"):
+        stop_signal.check()
 
 
 def test_a_process_that_ignores_sigterm_is_killed_with_its_children(bench: Bench) -> None:

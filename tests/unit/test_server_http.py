@@ -239,8 +239,10 @@ def test_a_client_that_goes_away_frees_its_slot(url: str):
         sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         wait_until(lambda: load(url)["num_running"] == 1, "a running request")
         call(url, "/pause_generation", {"mode": "in_place"})
-    wait_until(lambda: load(url)["num_running"] == 0, "the slot being freed")
-    call(url, "/continue_generation", {})
+    try:
+        wait_until(lambda: load(url)["num_running"] == 0, "the slot being freed")
+    finally:
+        call(url, "/continue_generation", {})
 
 
 def test_weights_change_mid_generation_and_spans_say_where(url: str, versions: Path):

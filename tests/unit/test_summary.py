@@ -9,7 +9,7 @@ import pytest
 
 from areal_dta.metrics import MetricRecord
 from launcher.run_files import RunFileError, RunFiles, read_run_files
-from launcher.steps import StepTable, bounding_stage, mean_stage_seconds, stage_seconds
+from launcher.steps import StepTable, bounding_stage, compute_seconds, mean_stage_seconds, stage_seconds
 from launcher.summary import render, summarise, summarise_records
 
 ISSUE_KEYS = {
@@ -58,6 +58,12 @@ def test_a_stage_takes_as_long_as_its_slowest_rank_and_waiting_as_long_as_the_le
         *spans(0, "trainer.1", wait_batch=3.0, update=4.0, publish=0.5),
     )
     assert stage_seconds(row) == {"rollout": 1.0, "batcher": 0.0, "update": 5.0, "publish": 2.0}
+
+
+def test_computing_takes_what_the_slowest_rank_took_over_all_its_stages():
+    row = only_row(*spans(0, "trainer.0", logprob=1.0, update=5.0), *spans(0, "trainer.1", logprob=3.0, update=4.0))
+    assert compute_seconds(row) == 7.0
+    assert compute_seconds(only_row(*spans(0, step=9.0))) is None
 
 
 def test_a_stage_that_only_some_steps_have_counts_as_zero_in_the_others():
@@ -113,7 +119,7 @@ def test_the_numbers_of_a_run_are_reduced_over_steps_and_ranks():
     assert s["mixed_version_share"] == pytest.approx(0.5 * 11 / 12)
     assert s["logprob_mismatch"] == pytest.approx(1.2e-4) and s["logprob_mismatch_tokens"] == 110
     assert s["tree_ratio"] == 5.0 and s["rank_loads"] == [100.0, 110.0]
-    assert s["tokens_per_s"] == 200.0
+    assert s["tokens_per_s"] == pytest.approx(1000 / 3.0)  # both ranks' row tokens, the slower one's update
     assert (s["lost"], s["duplicated"], s["rejected"]) == (0, 0, {"raised": 3})
     assert s["bounding_stage"] == "update" and s["stage_s"]["update"] == 3.0
     json.dumps(s, allow_nan=False)
@@ -146,7 +152,7 @@ def test_model_parallel_ranks_that_report_the_same_share_count_once():
     for rank in range(4):
         proc = f"trainer.{rank}"
         records += [value("train/row_tokens", 500, 0, proc), value("train/load", float(rank // 2), 0, proc)]
-        records += spans(0, proc, step=5.0)
+        records += spans(0, proc, update=4.0 + (rank == 3), step=9.0)
     s = summarise_records(records, FILES)
     assert s["tokens_per_s"] == 200.0
     assert s["rank_loads"] is None  # which of them is which data-parallel rank, only the batcher's records tell
@@ -161,7 +167,7 @@ def test_the_text_tells_everything_that_was_promised():
     text = render(summarise_records(full_run(), FILES))
     for part in ("0.200", "0.900", "0.250", "0.750", "rank 0: 100", "rank 1: 110", "5.00", "2, bound 2", "45.8%"):
         assert part in text
-    for part in ("1.20e-04", "110 tokens", "200", "update 3.00", "bounded by update", "raised 3", "restarts"):
+    for part in ("1.20e-04", "110 tokens", "333", "update 3.00", "bounded by update", "raised 3", "restarts"):
         assert part in text
 
 

@@ -12,7 +12,8 @@ from tau2.data_model.message import AssistantMessage, ToolCall
 from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
 from tau2.orchestrator.orchestrator import Orchestrator
 
-from experiments.tau2.domains import cached_name, get_task, make_environment, task_ids
+from areal_dta.config_schema_tau2 import DOMAINS as KNOWN_DOMAINS
+from experiments.tau2.domains import DOMAINS, cached_name, get_task, make_environment, task_ids
 from experiments.tau2.gold import gold_replies
 from experiments.tau2.simulation import Outcome, Simulation, SimulationError, SteppedAgent
 from experiments.tau2.user import GO_AHEAD, ScriptedUser, UserScript, first_person, script_of
@@ -162,3 +163,7 @@ def test_device_actions_are_done_when_the_agent_names_them() -> None:
     assert any(text.startswith("It says:") for text in heard)
     user = ScriptedUser(UserScript("r", (), ()), lambda: 0)
     assert user._requested_action("toggle_roaming") is None
+
+
+def test_the_configuration_knows_exactly_the_domains_there_are() -> None:
+    assert KNOWN_DOMAINS == DOMAINS

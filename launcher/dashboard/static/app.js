@@ -53,7 +53,7 @@
     return [
       tile("Step", `${done}${total ? " / " + total : ""}`, remaining(run, steps, done, total)),
       tile("Reward", format(last), rewards.length > 5 ? `last five; first five ${format(first)}` : "mean of the steps so far"),
-      tile("Training throughput", format(now.tokens_per_s, "tok/s"), "row tokens, last five steps"),
+      tile("Training throughput", format(now.tokens_per_s, "tok/s"), "row tokens per second of computing, last five steps"),
       tile("Bounded by", BOUND_TEXT[now.bound] || "–", boundS === null ? "no finished step yet" : `${format(boundS, "s")} of each step`),
       tile("Tree ratio", format(latest(steps, "tree_ratio") ?? latest(steps, "batch_ratio"), "×"), "row tokens per token computed"),
       tile("Largest staleness", format(stale), run.staleness_bound === null ? "no bound known" : `bound ${run.staleness_bound}`, over ? "bad" : ""),

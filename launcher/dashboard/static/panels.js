@@ -82,11 +82,11 @@
       ], { yLabel: "tokens/s" }),
     },
     {
-      id: "training", title: "Training throughput", about: "Row tokens per second: over the log-prob and update stages alone, and over whole steps.", awaits: "the first finished step",
-      latest: (store) => [["whole step", format(store.now.tokens_per_s, "tok/s")]],
+      id: "training", title: "Training throughput", about: "Row tokens per second: of all ranks: over the seconds of computing (log-probs, advantages, update), and over whole steps.", awaits: "the first finished step",
+      latest: (store) => [["while computing", format(store.now.tokens_per_s, "tok/s")]],
       build: (store) => overSteps(store, [
-        { label: "while computing", color: color("orange"), values: column(store.steps, "compute_tokens_per_s"), unit: "tok/s" },
-        { label: "whole step", color: color("violet"), values: column(store.steps, "tokens_per_s"), unit: "tok/s" },
+        { label: "while computing", color: color("orange"), values: column(store.steps, "tokens_per_s"), unit: "tok/s" },
+        { label: "whole step", color: color("violet"), values: column(store.steps, "step_tokens_per_s"), unit: "tok/s" },
       ], { yLabel: "tokens/s", zero: true, note: (s) => (s.row_tokens ? [["row tokens", format(s.row_tokens)]] : []) }),
     },
     {
