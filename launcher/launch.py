@@ -88,8 +88,9 @@ def _launch(
     run.launch_file.chmod(0o600)
     plan.write(run.launch_file)
     store = MetricsStore(plan.metrics, run.metrics_file)
-    ranks = {"num_ranks": plan.trainer_world_size, "num_dp_ranks": plan.dp}
-    progress = Progress(out, state.total_steps, live, step=state.step, **ranks)
+    progress = Progress(
+        out, state.total_steps, live, step=state.step, num_ranks=plan.trainer_world_size, num_dp_ranks=plan.dp
+    )
     try:
         table = ProcessTable(run.log_file, planning.worker_env(config))
 
@@ -101,6 +102,7 @@ def _launch(
         supervisor = Supervisor(config, run, state, table, store, progress, stop_signal, keep_counters)
         supervisor.run_to_end(planning.process_table(config, plan, chosen))
     finally:
+        progress.take(store.drain())
         progress.close()
         store.close()
 

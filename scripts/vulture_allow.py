@@ -26,5 +26,7 @@ _.worst_parameter, _.recomputed_tokens, _.num_messages, _.last_exit
 _.intermediate_size, _.num_hidden_layers, _.num_attention_heads, _.num_key_value_heads, _.max_position_embeddings
 # context managers and pytest
 _.exc, _.pytestmark, _.linger
+# logging reads it
+_.disabled
 # tests: a page for people to look at, classes and values that code under test finds by name
 _.screenshot, _.WantsMore, _.judge, _.completion_ids, _.prompt_ids

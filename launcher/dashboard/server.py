@@ -126,9 +126,9 @@ async def _serve(run_dir: Path, host: str, port: int, api_key: str | None) -> in
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
     print(f"dashboard of {run_dir}: {url}  (Ctrl-C stops it; the run goes on)", flush=True)
-    number = await stopped  # for ever by intent: until a person or a program ends the server
+    stopped_by = await stopped  # for ever by intent: until a person or a program ends the server
     await dashboard.stop()
-    return number
+    return stopped_by
 
 
 def _is_loopback(host: str) -> bool:

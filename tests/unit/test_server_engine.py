@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import random
+import threading
 from pathlib import Path
 
 import pytest
