@@ -141,6 +141,7 @@ class Shard:
     raw_rewards_S: np.ndarray
     group_ids_S: np.ndarray
     samples_S: np.ndarray
+    launches_S: np.ndarray  # the launch (run epoch) whose policies produced the row
     minibatch_S: np.ndarray
     num_rows_total: int = 0
     num_loss_tokens_total: int = 0
@@ -195,6 +196,7 @@ _DTYPES = {
     "raw_rewards_S": np.float32,
     "group_ids_S": np.int64,
     "samples_S": np.int32,
+    "launches_S": np.int32,
     "minibatch_S": np.int32,
 }
 

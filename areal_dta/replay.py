@@ -105,7 +105,7 @@ def shard_of_trace(trace: Mapping[str, np.ndarray], rank: int, dp: int) -> Shard
     mine_T = np.concatenate([np.arange(offsets_S1[r], offsets_S1[r + 1]) for r in chosen] or [np.zeros(0, np.int64)])
     episode_S = trace["turn_traj"][keep][chosen]
     versions_T = np.where(loss_T, trace["versions"][take_T], -1)
-    known_T = loss_T & (versions_T != -1)
+    known_T = loss_T & (versions_T >= 0)
     _, task = np.unique(trace["task_id"], return_inverse=True)
     mean = np.bincount(task, trace["reward"]) / np.bincount(task)
     return Shard(
@@ -122,6 +122,7 @@ def shard_of_trace(trace: Mapping[str, np.ndarray], rank: int, dp: int) -> Shard
         raw_rewards_S=trace["reward"][episode_S].astype(np.float32),
         group_ids_S=task[episode_S].astype(np.int64),
         samples_S=trace["trial"][episode_S].astype(np.int32),
+        launches_S=np.zeros(len(episode_S), np.int32),
         minibatch_S=np.zeros(len(chosen), np.int32),
         num_rows_total=len(keep),
         num_loss_tokens_total=int(loss_T.sum()),

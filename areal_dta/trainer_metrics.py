@@ -49,7 +49,7 @@ def version_span(shard: Shard) -> np.ndarray:
     bounds = np.asarray(shard.offsets_S1).tolist()
     for row, (lo, hi) in enumerate(itertools.pairwise(bounds)):
         versions = np.asarray(shard.versions_T[lo:hi])
-        known = versions[versions != -1]  # below -1: of a branch that a resume abandoned
+        known = versions[versions >= 0]
         oldest, newest = (int(known.min()), int(known.max())) if len(known) else (np.iinfo(np.int64).max, -1)
         span_S4[row] = (shard.group_ids_S[row], shard.samples_S[row], oldest, newest)
     return span_S4
@@ -72,12 +72,14 @@ def current_rows(shard: Shard, all_spans_E4: np.ndarray, version: int) -> np.nda
     """``[S]`` bool: every generated token of the row's *episode*, in whichever row and rank, is of `version`.
 
     A later turn's context holds the earlier turns' tokens, whose keys and values an older version may have computed;
-    only rows of a one-version episode can be compared exactly.
+    only rows of a one-version episode can be compared exactly. Episodes of an earlier launch are left out: a resume
+    gives the numbers behind its checkpoint to other weights.
     """
     mixed = (all_spans_E4[:, 2] < version) | (all_spans_E4[:, 3] > version)
     bad = {(int(group), int(sample)) for group, sample in all_spans_E4[mixed & (all_spans_E4[:, 3] >= 0), :2]}
     keys = zip(shard.group_ids_S.tolist(), shard.samples_S.tolist(), strict=True)
-    return np.array([key not in bad for key in keys], bool)
+    of_this_launch_S = np.asarray(shard.launches_S) == shard.epoch
+    return np.array([key not in bad for key in keys], bool) & of_this_launch_S
 
 
 def measure_mismatch(

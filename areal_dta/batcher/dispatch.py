@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_dta.batcher.leases import Episode
+from areal_dta.batcher.leases import Episode, launch_of
 from areal_dta.batcher.rewards import episode_moments, shape, standardise
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.batcher.staleness import fresh_mask
@@ -65,6 +65,7 @@ class _Rows:
     raw_rewards_S: np.ndarray
     group_ids_S: np.ndarray
     samples_S: np.ndarray
+    launches_S: np.ndarray
     minibatch_S: np.ndarray
 
 
@@ -155,6 +156,7 @@ def _rows(groups: Sequence[Sequence[Episode]], step: int, settings: BatcherSetti
         raw_rewards_S=np.concatenate([t.rewards_S for t in trajectories]),
         group_ids_S=np.repeat([t.group_id for t in trajectories], counts),
         samples_S=np.repeat([t.sample for t in trajectories], counts),
+        launches_S=np.repeat([launch_of(t.lease_id) for t in trajectories], counts),
         minibatch_S=np.repeat(minibatches, counts),
     )
 
@@ -191,6 +193,7 @@ def _shard(rows: _Rows, members: np.ndarray, **fields: Any) -> Shard:
         raw_rewards_S=rows.raw_rewards_S[members],
         group_ids_S=rows.group_ids_S[members],
         samples_S=rows.samples_S[members],
+        launches_S=rows.launches_S[members],
         minibatch_S=rows.minibatch_S[members],
         **fields,
     )

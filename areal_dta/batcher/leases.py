@@ -40,6 +40,14 @@ def lease_id(epoch: int, group_id: int, sample: int, attempt: int) -> str:
     return f"e{epoch}.g{group_id}.s{sample}.a{attempt}"
 
 
+def launch_of(identity: str) -> int:
+    """The launch (run epoch) that granted a lease; ValueError for what `lease_id` did not make."""
+    launch, dot, _ = identity.partition(".")
+    if not dot or not launch.startswith("e") or not launch[1:].isdigit():
+        raise ValueError(f"{identity!r} is no lease id")
+    return int(launch[1:])
+
+
 def lease_seed(*parts: object) -> int:
     """A 31-bit seed fixed by its parts, equal on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
@@ -55,18 +63,6 @@ class LeaseTerm:
     pid: int
     version: int
     expires_s: float
-
-
-def rebased_versions(versions: np.ndarray, base: int) -> np.ndarray:
-    """Policy numbers of an earlier launch on the axis of one that continues at `base`.
-
-    Numbers beyond `base` name weights of an abandoned branch, and this launch will give the same numbers to other
-    weights. A token of number n > base is (n - base) updates away from the fork, so it goes to base - (n - base): its
-    distance to this launch's policy k is then (n - base) + (k - base), the updates between the two along the branches.
-    -1, which marks tokens nobody generated, is passed over.
-    """
-    mirrored = np.where(versions > base, 2 * base - versions, versions)
-    return np.where((versions > base) & (mirrored < 0), mirrored - 1, mirrored)
 
 
 @dataclass(frozen=True)
@@ -109,15 +105,16 @@ class Episode:
         return max(abs(step - self.version_min), abs(step - self.version_max))
 
     def rebased(self, base: int) -> Episode:
-        """As seen from a launch that continues at policy number `base`; see `rebased_versions`."""
-        oldest, newest = rebased_versions(np.asarray([self.version_min, self.version_max]), base).tolist()
+        """As seen from a launch that continues at policy number `base`.
+
+        Numbers beyond `base` name weights of a branch that was abandoned, and this launch will give them to other
+        weights. Both branches come from the policy at the fork, so such a token counts as the fork's.
+        """
         traj = self.trajectory
         if traj is not None:
-            mask_T = np.asarray(traj.loss_mask_T).astype(bool)
-            versions_T = np.where(mask_T, rebased_versions(traj.versions_T, base), traj.versions_T).astype(np.int32)
-            traj = replace(traj, versions_T=versions_T)
-            oldest, newest = int(versions_T[mask_T].min()), int(versions_T[mask_T].max())
-        return replace(self, version_min=min(oldest, newest), version_max=max(oldest, newest), trajectory=traj)
+            traj = replace(traj, versions_T=np.minimum(traj.versions_T, base))
+        oldest, newest = min(self.version_min, base), min(self.version_max, base)
+        return replace(self, version_min=oldest, version_max=newest, trajectory=traj)
 
     def without_arrays(self) -> Episode:
         return replace(self, trajectory=None)

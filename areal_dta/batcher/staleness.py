@@ -87,4 +87,4 @@ def _endangered(left: Sequence[tuple[int, int, Group]], last_due: int, step: int
 
 def fresh_mask(versions_T: np.ndarray, step: int, eta: int) -> np.ndarray:
     """True where a token may be trained at `step`; prompt tokens (version -1) count as fresh."""
-    return (np.abs(step - versions_T) <= eta) | (versions_T == -1)
+    return (np.abs(step - versions_T) <= eta) | (versions_T < 0)

@@ -12,7 +12,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from areal_dta.batcher.core import Refusal, Waiting
-from areal_dta.batcher.leases import rebased_versions
 from areal_dta.batcher.ledger import Event, LedgerError, without_arrays
 from areal_dta.records import pack
 from tests.unit.batcher_kit import Clock, finish_all, make_core, train, trajectory
@@ -221,16 +220,7 @@ def test_a_resume_without_its_spool_goes_on_behind_the_data_that_was_trained():
     assert core.desk.lease("w", 1)[0].group_id == 8
 
 
-def test_versions_of_an_abandoned_branch_are_mirrored_at_the_fork():
-    numbers = np.array([-1, 0, 3, 5, 6, 8, 12])
-    rebased = rebased_versions(numbers, base=5)
-    assert rebased.tolist() == [-1, 0, 3, 5, 4, 2, -3]  # 12 would be -2; below 0 one further, so that none becomes -1
-    assert rebased_versions(np.array([11]), base=5).tolist() == [-2]
-    for step in (5, 6, 9):  # updates between token and policy, along both branches
-        assert abs(step - int(rebased[4])) == (6 - 5) + (step - 5)
-
-
-def test_after_a_resume_no_token_of_the_abandoned_branch_passes_for_current():
+def test_after_a_resume_tokens_of_the_abandoned_branch_count_as_the_forks_and_keep_their_launch():
     run = Run(eta=2)
     for step in range(4):
         finish_all(run.core)
@@ -245,3 +235,6 @@ def test_after_a_resume_no_token_of_the_abandoned_branch_passes_for_current():
     before = {e.key: e.version_min for e in episodes}
     run.restart()  # the log alone gives the same
     assert {e.key: e.version_min for g in run.core.ledger.groups.values() for e in g.episodes} == before
+    (shard, *_) = [run.core.shard(r, run.core.settings.num_ranks, 2) for r in range(run.core.settings.num_ranks)]
+    assert shard.epoch == 1
+    assert shard.launches_S.tolist() == [0] * shard.num_rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,8 @@ def test_only_episodes_of_one_current_version_are_comparable() -> None:
         samples_S=np.array([0, 0, 1, 0], np.int32),
     )
     assert current_rows(shard, version_span(shard), version=4).tolist() == [False, False, True, True]
+    resumed = replace(shard, epoch=1, launches_S=np.array([0, 0, 0, 1], np.int32))
+    assert current_rows(resumed, version_span(resumed), version=4).tolist() == [False, False, False, True]
     elsewhere = np.array([[0, 1, 5, 5]])  # a newer turn of sample 1 on another rank
     spans = np.concatenate([version_span(shard), elsewhere])
     assert current_rows(shard, spans, version=4).tolist() == [False, False, False, True]

@@ -50,6 +50,7 @@ def make_shard(rows: list[list[int]], loss_from: list[int], **fields: Any) -> Sh
         "raw_rewards_S": np.arange(len(rows), dtype=np.float32),
         "group_ids_S": np.zeros(len(rows), np.int64),
         "samples_S": np.arange(len(rows), dtype=np.int32),
+        "launches_S": np.zeros(len(rows), np.int32),
         "minibatch_S": np.zeros(len(rows), np.int32),
     }
     return Shard(**{**values, **fields})
@@ -89,7 +90,7 @@ def subset(shard: Shard, rows: list[int]) -> Shard:
     arrays: dict[str, Any] = {
         n: getattr(shard, n)[take] for n in ("input_ids_T", "loss_mask_T", "logprobs_T", "versions_T")
     }
-    for name in ("rewards_S", "raw_rewards_S", "group_ids_S", "samples_S", "minibatch_S"):
+    for name in ("rewards_S", "raw_rewards_S", "group_ids_S", "samples_S", "launches_S", "minibatch_S"):
         arrays[name] = getattr(shard, name)[rows]
     offsets = np.concatenate([[0], np.cumsum([hi - lo for lo, hi in spans])]).astype(np.int64)
     return Shard(step=0, rank=0, world_size=1, epoch=0, offsets_S1=offsets, **arrays)
