@@ -46,6 +46,12 @@ class Config(PPOConfig):
     def episodes_per_step(self) -> int:
         return self.train_dataset.batch_size * self.gconfig.n_samples
 
+    @property
+    def group_timeout_s(self) -> float:
+        """Seconds after which an incomplete group is closed: by default, time for all attempts of an episode."""
+        given = self.batcher.group_timeout_s
+        return self.batcher.max_attempts * self.rollout.request_timeout if given is None else given
+
     def total_steps(self, num_items: int) -> int:
         """Training steps for a data set of `num_items` prompts; a short last batch of an epoch is dropped."""
         steps = self.total_train_epochs * (num_items // self.train_dataset.batch_size)

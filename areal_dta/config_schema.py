@@ -245,7 +245,7 @@ class BatcherConfig:
     max_attempts: int = 3
     intake_limit: int = 4096  # episodes held before workers are told to wait
     dump_traces: bool = False
-    group_timeout_s: float = 600.0
+    group_timeout_s: float | None = None  # null: time for all attempts of an episode
 
 
 @dataclass(frozen=True, kw_only=True)

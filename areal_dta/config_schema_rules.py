@@ -76,6 +76,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "actor.init_from_scratch": (False,),
     "actor.log_agent_stats": (False,),
     "actor.overlong_reward_penalty": (False,),
+    "actor.mask_no_eos_with_zero": (False,),
+    "actor.m2_threshold": (None,),
     "actor.megatron.virtual_pipeline_parallel_size": (0, 1),
     "actor.megatron.fp8_config": (None,),
     "actor.weight_update_mode": ("disk",),
@@ -84,12 +86,18 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "rollout.agent.mode": ("inline",),
     "rollout.agent.agent_cls_path": ("",),
     "gconfig.use_beam_search": (False,),
+    "gconfig.frequency_penalty": (0.0, 0),
+    "gconfig.min_new_tokens": (0,),
     "evaluator.freq_secs": (None,),
     "recover.no_save_optim": (False,),
     "recover.no_load_optim": (False,),
 }
 # What to do instead, where dropping the key is not all.
 _INSTEAD = {
+    "actor.mask_no_eos_with_zero": "it depends on how rows are padded, so on the partition; give the workflow's reward",
+    "actor.m2_threshold": "it is chosen from one rank's tokens, so it depends on the partition; set it to null",
+    "gconfig.frequency_penalty": "the trainer could not recompute the log-probs; set it to 0",
+    "gconfig.min_new_tokens": "the trainer could not recompute the log-probs; set it to 0",
     "actor.init_from_scratch": "give actor.path a model folder, or set prepare to a function that builds one",
     "actor.log_agent_stats": "set it to false; batcher and workers publish rewards, turns and tokens of every episode",
     "rollout.agent.mode": "agents run inside the rollout workers; set rollout.agent.mode=inline",
@@ -122,6 +130,11 @@ def derive(given: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
             f"async_training=false: rollout.max_head_offpolicyness={rollout['max_head_offpolicyness']} becomes 0"
         )
         rollout["max_head_offpolicyness"] = 0
+    if raw.get("ref") is None and actor.get("kl_ctl", 0.1):
+        notices.append(
+            f"actor.kl_ctl={actor.get('kl_ctl', 0.1)} without a ref model rewards unlikely tokens (as in AReaL); "
+            "set it to 0"
+        )
     if isinstance(raw.get("ref"), dict):
         raw["ref"].setdefault("backend", actor.get("backend"))
         if not actor.get("kl_ctl", 0.1):
@@ -224,6 +237,12 @@ def _check_train(config: PPOConfig) -> None:
         raise ConfigError(
             f"actor.ppo_n_minibatches={config.actor.ppo_n_minibatches} exceeds the groups of a step, "
             f"train_dataset.batch_size={groups}; lower it"
+        )
+    limit_s, episode_s = config.batcher.group_timeout_s, config.rollout.request_timeout
+    if limit_s is not None and limit_s < episode_s:
+        raise ConfigError(
+            f"batcher.group_timeout_s={limit_s:g} is shorter than an episode may take, "
+            f"rollout.request_timeout={episode_s:g}: slow episodes would be thrown away; raise it, or remove it"
         )
     if config.ref is not None and config.actor.kl_ctl > 0:
         raise ConfigError(f"actor.kl_ctl={config.actor.kl_ctl} with a ref model is not supported; set actor.kl_ctl=0")

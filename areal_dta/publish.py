@@ -118,7 +118,11 @@ def finish_version(staging: Path, folder: Path, weight_version: str) -> str:
 
 
 def prune_versions(root: Path, keep: int) -> None:
-    """Delete all but the `keep` newest version folders of `root` (servers may still be loading the last ones)."""
+    """Delete all but the `keep` newest version folders of `root` (servers may still be loading the last ones), and what
+    crashes during a publish left. Not to be called while a version is being written.
+    """
+    for debris in root.glob("e*_v*.partial"):
+        shutil.rmtree(debris, ignore_errors=True)
     folders = sorted(p for p in root.glob("e*_v*") if p.is_dir() and not p.name.endswith(".partial"))
     for folder in sorted(folders, key=lambda p: _version_key(p.name))[: max(0, len(folders) - keep)]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -61,7 +61,7 @@ def settings_from_config(
         cost=cost,
         staleness_policy=config.batcher.staleness_policy,
         lease_timeout_s=config.batcher.lease_timeout_s,
-        group_timeout_s=config.batcher.group_timeout_s,
+        group_timeout_s=config.group_timeout_s,
         max_attempts=config.batcher.max_attempts,
         intake_limit=config.batcher.intake_limit,
         rewards=rewards,

@@ -94,11 +94,11 @@ def test_checkpoints_are_due_every_so_many_steps_or_seconds() -> None:
     assert not CheckpointSchedule(None, None).due(99)
 
 
-def test_old_weight_versions_go_newest_stay_across_epochs(tmp_path: Path) -> None:
+def test_old_weight_versions_and_debris_go_newest_stay_across_epochs(tmp_path: Path) -> None:
     for name in ("e0_v000009", "e0_v000010", "e1_v000008", "e1_v000009", "e1_v000010.partial"):
         (tmp_path / name).mkdir()
     prune_versions(tmp_path, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["e1_v000008", "e1_v000009", "e1_v000010.partial"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["e1_v000008", "e1_v000009"]
 
 
 @pytest.fixture
