@@ -218,8 +218,10 @@ class BatcherCore:
     def _waiting(self, why: str) -> Waiting:
         if self.ledger.failed_in_a_row >= self.settings.max_failed_groups:
             causes = ", ".join(f"{cause} {n}" for cause, n in self.ledger.rejected.most_common(4))
+            example = f"; the last one said: {self.desk.last_detail}" if self.desk.last_detail else ""
             raise Refusal(
-                "no_progress", f"the last {self.ledger.failed_in_a_row} groups gave no usable episodes ({causes})"
+                "no_progress",
+                f"the last {self.ledger.failed_in_a_row} groups gave no usable episodes ({causes}){example}",
             )
         return Waiting(
             self.num_ready, self.settings.batch_groups, f"{why}; {self.desk.in_flight()} episodes are running"

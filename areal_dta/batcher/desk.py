@@ -34,6 +34,7 @@ class LeaseDesk:
         self._stream = DataStream(self.settings.num_items, self.settings.seed, self.settings.shuffle)
         self._pids: dict[str, int] = {}
         self.eval_failures: Counter[str] = Counter()
+        self.last_detail = ""  # what the worker said of the last episode it gave up
 
     def hello(self, name: str, role: str, pid: int) -> None:
         """A process introduces itself; a worker that comes back under its name with another pid has lost its
@@ -137,8 +138,10 @@ class LeaseDesk:
                     known.add(task.lease_id)
         return [i for i in lease_ids if i not in known]
 
-    def reject(self, given_lease: str, cause: str) -> None:
-        """The worker gives an episode up; a lease that is no longer valid changes nothing."""
+    def reject(self, given_lease: str, cause: str, detail: str = "") -> None:
+        """The worker gives an episode up; a lease that is no longer valid changes nothing. `detail` is for people."""
+        if detail:
+            self.last_detail = f"{cause}: {detail}"
         self.fail_terms(lambda term: term.lease_id == given_lease, cause)
         self._fail_evals(lambda task: task.lease_id == given_lease, cause)
 

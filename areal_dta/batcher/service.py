@@ -202,8 +202,9 @@ class BatcherService:
 
     async def _reject(self, request: Request) -> Answer:
         given, cause = _get(request, "lease_id", str), _get(request, "cause", str)
-        log.info("%s gives up %s (%s): %s", request.client, given, cause, str(request.body.get("detail", ""))[:500])
-        self.core.desk.reject(given, cause)
+        detail = str(request.body.get("detail", ""))[:500]
+        log.info("%s gives up %s (%s): %s", request.client, given, cause, detail)
+        self.core.desk.reject(given, cause, detail)
         return {}, {}
 
     async def _heartbeat(self, request: Request) -> Answer:

@@ -26,7 +26,7 @@ class PolicySize:
     num_attention_heads: int = 6
     num_key_value_heads: int = 2
     head_dim: int = 32
-    max_position_embeddings: int = 4096
+    max_position_embeddings: int = 32768  # rotary: costs nothing, and the other domains' prompts need 10 k
 
 
 def write_policy(

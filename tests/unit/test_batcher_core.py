@@ -101,8 +101,8 @@ def test_nothing_but_failures_is_an_error_not_an_endless_wait():
     core = make_core(max_attempts=1)
     for _ in range(40):
         for lease in core.desk.lease("w", 100):
-            core.desk.reject(lease.lease_id, "raised")
-    with pytest.raises(Refusal, match=r"groups gave no usable episodes \(raised \d+\)"):
+            core.desk.reject(lease.lease_id, "raised", "prompt too long")
+    with pytest.raises(Refusal, match=r"no usable episodes \(raised \d+\); the last one said: raised: prompt too long"):
         core.shard(0, 2, 0)
 
 
