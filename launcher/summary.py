@@ -164,7 +164,7 @@ def _lines(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("run", s["run_dir"]),
         ("status", f"{s['status'] or 'unknown'}{': ' + str(s['cause']) if s['cause'] else ''}"),
-        ("steps", f"{s['steps']}{of_total} in {_number(s['wall_s'], '.0f')} s"),
+        ("steps", f"{s['steps']}{of_total}; this launch took {_number(s['wall_s'], '.0f')} s"),
         ("reward", f"first five steps {_number(s['reward_first5'])}, last five {_number(s['reward_last5'])}"),
         ("greedy evaluation", f"before {_number(s['eval_before'])}, after {_number(s['eval_after'])}"),
         ("rank loads", _loads_text(s["rank_loads"])),
