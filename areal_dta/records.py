@@ -124,8 +124,8 @@ class Shard:
     """What one data-parallel rank trains on in one step: its rows, lexicographically sorted.
 
     ``rewards_S`` are final (group-normalised if so configured); ``raw_rewards_S`` are the environment's.
-    ``num_rows_total`` and ``num_loss_tokens_total`` count the whole batch over all ranks, for exact normalisation.
-    ``minibatch_S`` assigns rows to optimizer steps.
+    ``num_rows_total`` and ``num_loss_tokens_total`` count the whole batch over all ranks, for cross-checks: the
+    trainer sums its own weights over ranks. ``minibatch_S`` assigns rows to optimizer steps.
     """
 
     step: int

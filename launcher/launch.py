@@ -103,6 +103,8 @@ def _launch(
         supervisor.run_to_end(planning.process_table(config, plan, chosen))
     finally:
         progress.take(store.drain())
+        if store.bad_records:
+            progress.say(f"{store.bad_records} messages to the metrics socket were no records and are not stored")
         progress.close()
         store.close()
 

@@ -187,7 +187,7 @@ class Supervisor:
     def _on_death(self, death: Death) -> None:
         process = self._table.processes[death.name]
         try:
-            if process.spec.role == "trainer":
+            if not process.spec.restartable:
                 if death.returncode != 0:
                     raise LaunchFailed(str(death))
                 return

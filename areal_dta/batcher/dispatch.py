@@ -33,7 +33,6 @@ class BatchStats:
     rows: int
     tokens: int
     tree_tokens: int
-    loss_tokens: int
     reward_mean: float
     staleness_max: int
     staleness_mean: float
@@ -105,7 +104,6 @@ def assemble(groups: Sequence[Sequence[Episode]], step: int, epoch: int, setting
         rows=totals[0],
         tokens=len(rows.input_ids_T),
         tree_tokens=order.tree_tokens,
-        loss_tokens=totals[1],
         reward_mean=float(np.mean([e.reward for e in flat])),
         staleness_max=int(staleness_T.max(initial=0)),
         staleness_mean=float(staleness_T.mean()) if len(staleness_T) else 0.0,

@@ -100,10 +100,6 @@ class Episode:
     def mixed(self) -> bool:
         return self.version_min != self.version_max
 
-    def staleness(self, step: int) -> int:
-        """Largest distance of any of its tokens' versions from the version that step trains."""
-        return max(abs(step - self.version_min), abs(step - self.version_max))
-
     def rebased(self, base: int) -> Episode:
         """As seen from a launch that continues at policy number `base`.
 
