@@ -3,13 +3,12 @@
 Megatron's layers hand their ``attention_mask`` argument through unread, so a `BlockContext` travels in it: no global
 state. Without one, the module is plain causal attention on whole rows (the dense reference). In the tree case rotary
 embedding happens here, by the positions of the block's rows (siblings repeat positions), so that embedding, stack and
-kernel are one autograd node.
+kernels are one autograd node.
 
-Exactness: the block's keys and values are rows of the stack. Later blocks add their gradients to these rows; the
-node's backward runs after all of them (last in, first out) and returns what they left plus its own part.
+Exactness: a pushed block's keys and values are rows of the path. Later blocks add their gradients to these rows' frame;
+the node's backward runs after all of them and returns what they left plus its own part.
 
-Legend: S rows of the block, P rows of the path above it, K = P + S, N query heads, G key/value heads, R = N / G, H
-head dim.
+Legend: S rows of the block, N query heads, G key/value heads, R = N / G, H head dim, J = H / 2.
 """
 
 from __future__ import annotations
@@ -21,94 +20,170 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from areal_dta.engine.kernels import AttentionKernel
-from areal_dta.engine.stack import KVStack
+from areal_dta.engine.kernels import AttentionKernel, merge_tile
+from areal_dta.engine.stack import Frame, PathView
+from areal_dta.tree.tiles import Tile, TileKind
 
-__all__ = ["BlockContext", "TreeAttention", "chain_mask", "forest_mask"]
+__all__ = ["BlockContext", "TreeAttention", "keys_and_values_only"]
 
 
 @dataclass(frozen=True)
 class BlockContext:
-    """Where a block sits: ``depth`` rows of ``stack`` lie above its ``num_rows`` rows.
+    """Where a block sits: its ``num_rows`` rows start at position ``depth`` of the path if it is pushed.
 
-    ``mask_SK`` is additive; None means causal without a path.
+    ``tiles`` carry a mask each (additive, for MASKED ones). ``writes``: keys and values become rows of the path.
+    ``frames``: pushed rows that this block computes with its graph, whose gradients it takes.
     """
 
-    stack: KVStack
+    path: PathView
     kernel: AttentionKernel
     depth: int
     num_rows: int
-    cos_S1J: torch.Tensor  # J = H / 2
+    cos_S1J: torch.Tensor
     sin_S1J: torch.Tensor
-    mask_SK: torch.Tensor | None
+    tiles: tuple[tuple[Tile, torch.Tensor | None], ...]
+    writes: bool
+    frames: tuple[Frame, ...]
 
 
-def chain_mask(num_rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Additive bottom-right causal mask of an unbranched block; None when the path is empty (plain causal)."""
-    if depth == 0:
-        return None
-    return torch.full((num_rows, depth + num_rows), float("-inf"), dtype=dtype, device=device).triu_(depth + 1)
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, halves convention (the one of Qwen and Llama); contiguous in the given order of dimensions."""
+    first, second = x.chunk(2, -1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = x.shape[-1] // 2
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
 
 
-def forest_mask(subtree_end_S: torch.Tensor, depth: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Additive mask of a block that branches: row i sees the path and its own ancestors.
-
-    Rows are in depth-first order; ``subtree_end_S[j]`` is one past the last row of j's subtree, relative to the block
-    (it may exceed S). j is i or its ancestor exactly when ``j <= i < subtree_end_S[j]`` (Euler tour).
-    """
-    row_S = torch.arange(len(subtree_end_S), device=device)
-    hidden_SS = (row_S[None, :] > row_S[:, None]) | (row_S[:, None] >= subtree_end_S.to(device)[None, :])
-    own = torch.zeros(hidden_SS.shape, dtype=dtype, device=device).masked_fill_(hidden_SS, float("-inf"))
-    return F.pad(own, (depth, 0)) if depth else own
-
-
-def _rotate(x_SNH: torch.Tensor, cos_S1J: torch.Tensor, sin_S1J: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, halves convention (the one of Qwen and Llama)."""
-    first, second = x_SNH.chunk(2, -1)
-    out_first = (first * cos_S1J).addcmul_(second, sin_S1J, value=-1)
-    out_second = (second * cos_S1J).addcmul_(first, sin_S1J)
-    return torch.cat((out_first, out_second), -1)
+def _attend(
+    block: BlockContext, layer: int, scale: float, q_GSRH: torch.Tensor, k_GSH: torch.Tensor, v_GSH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output GSRH, log-sum-exp GSR) over all tiles, fp32 or wider where tiles were merged."""
+    first = block.tiles[0][0]
+    whole = first.q_start == 0 and first.q_end == block.num_rows
+    out_GSRH = lse_GSR = None
+    for tile, mask in block.tiles:
+        span = slice(tile.q_start, tile.q_end)
+        if tile.on_path:
+            k, v = block.path.rows(layer, tile.k_start, tile.k_end)
+        else:
+            k, v = k_GSH[:, tile.k_start : tile.k_end], v_GSH[:, tile.k_start : tile.k_end]
+        tile_out, tile_lse = block.kernel.forward(tile.kind, q_GSRH[:, span], k, v, mask, scale)
+        if out_GSRH is None or lse_GSR is None:
+            if whole:
+                out_GSRH, lse_GSR = _wide(tile_out), tile_lse
+                continue
+            out_GSRH = torch.empty(q_GSRH.shape, dtype=_wide(tile_out).dtype, device=q_GSRH.device)
+            lse_GSR = torch.empty(q_GSRH.shape[:3], dtype=tile_lse.dtype, device=q_GSRH.device)
+        if tile.kind is TileKind.FULL:
+            merge_tile(out_GSRH[:, span], lse_GSR[:, span], tile_out, tile_lse)
+        else:
+            out_GSRH[:, span], lse_GSR[:, span] = tile_out, tile_lse
+    assert out_GSRH is not None and lse_GSR is not None
+    return out_GSRH.to(q_GSRH.dtype), lse_GSR
 
 
 class _TreeAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q_SNH: torch.Tensor,
-        k_SGH: torch.Tensor,
-        v_SGH: torch.Tensor,
-        block: BlockContext,
-        layer: int,
+        ctx: Any, q_SNH: torch.Tensor, k_SGH: torch.Tensor, v_SGH: torch.Tensor, block: BlockContext, layer: int,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         s, n, h = q_SNH.shape
         g = k_SGH.shape[1]
-        q_GRSH = _rotate(q_SNH, block.cos_S1J, block.sin_S1J).view(s, g, n // g, h).permute(1, 2, 0, 3)
-        k_GSH = _rotate(k_SGH, block.cos_S1J, block.sin_S1J).transpose(0, 1)
-        block.stack.write(layer, block.depth, k_GSH, v_SGH.transpose(0, 1))
-        k_GKH, v_GKH = block.stack.rows(layer, block.depth + s)
-        out_GRSH, lse_GRS = block.kernel.forward(q_GRSH, k_GKH, v_GKH, block.mask_SK, scale)
-        ctx.save_for_backward(q_GRSH, out_GRSH, lse_GRS)
+        k_GSH, v_GSH = _own_rows(block, layer, k_SGH, v_SGH)
+        cos, sin = block.cos_S1J, block.sin_S1J
+        q_GSRH = _rotate(q_SNH.view(s, g, n // g, h).transpose(0, 1), cos, sin)
+        out_GSRH, lse_GSR = _attend(block, layer, scale, q_GSRH, k_GSH, v_GSH)
+        ctx.save_for_backward(q_GSRH, out_GSRH, lse_GSR, *(() if block.writes else (k_GSH, v_GSH)))
         ctx.block, ctx.layer, ctx.scale = block, layer, scale
-        return out_GRSH.permute(2, 0, 1, 3).reshape(s, n * h)
+        return out_GSRH.transpose(0, 1).reshape(s, n * h)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
-        q_GRSH, out_GRSH, lse_GRS = ctx.saved_tensors
+        q_GSRH, out_GSRH, lse_GSR, *own = ctx.saved_tensors
         block: BlockContext = ctx.block
-        g, r, s, h = q_GRSH.shape
-        start, end = block.depth, block.depth + s
-        k_GKH, v_GKH = block.stack.rows(ctx.layer, end)
-        grad_GRSH = grad.view(s, g, r, h).permute(1, 2, 0, 3)
-        grad_q, grad_k, grad_v = block.kernel.backward(
-            grad_GRSH, q_GRSH, k_GKH, v_GKH, out_GRSH, lse_GRS, block.mask_SK, ctx.scale
-        )
-        block.stack.add_grad(ctx.layer, end, grad_k, grad_v)
-        own_k_GSH, own_v_GSH = block.stack.take_grad(ctx.layer, start, end)
-        unrotate = (block.cos_S1J, -block.sin_S1J)
-        grad_q_SNH = _rotate(grad_q.permute(2, 0, 1, 3).reshape(s, g * r, h), *unrotate)
-        grad_k_SGH = _rotate(own_k_GSH.transpose(0, 1), *unrotate)
-        return grad_q_SNH, grad_k_SGH, own_v_GSH.transpose(0, 1), None, None, None
+        g, s, r, h = q_GSRH.shape
+        k_GSH, v_GSH = own or block.path.rows(ctx.layer, block.depth, block.depth + s)
+        grad_GSRH = grad.view(s, g, r, h).transpose(0, 1).contiguous()
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        grad_q = torch.zeros((g, s, r, h), dtype=wide, device=grad.device)
+        grad_k, grad_v = (torch.zeros((g, s, h), dtype=wide, device=grad.device) for _ in range(2))
+        for tile, mask in block.tiles:
+            span, keys = slice(tile.q_start, tile.q_end), slice(tile.k_start, tile.k_end)
+            k, v = block.path.rows(ctx.layer, tile.k_start, tile.k_end) if tile.on_path else (k_GSH[:, keys], v_GSH[:, keys])
+            tile_q, tile_k, tile_v = block.kernel.backward(
+                tile.kind, grad_GSRH[:, span], q_GSRH[:, span], k, v, out_GSRH[:, span], lse_GSR[:, span], mask, ctx.scale
+            )
+            grad_q[:, span] += tile_q
+            if tile.on_path:
+                block.path.add_grad(ctx.layer, tile_k, tile_v)
+            else:
+                grad_k[:, keys] += tile_k
+                grad_v[:, keys] += tile_v
+        _take_descendants(block, ctx.layer, grad_k, grad_v)
+        cos, sin = block.cos_S1J, -block.sin_S1J
+        grad_q_SGRH = _rotate(grad_q.to(grad.dtype).transpose(0, 1), cos.unsqueeze(1), sin.unsqueeze(1))
+        grad_k_SGH = _rotate(grad_k.to(grad.dtype).transpose(0, 1), cos, sin)
+        return grad_q_SGRH.view(s, g * r, h), grad_k_SGH, grad_v.to(grad.dtype).transpose(0, 1), None, None, None
+
+
+class _KeysAndValuesFunction(torch.autograd.Function):
+    """Keys and values of rows whose output nobody reads: the root of a graph whose gradient is what descendants left."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k_SGH: torch.Tensor, v_SGH: torch.Tensor, block: BlockContext, layer: int
+    ) -> torch.Tensor:
+        _own_rows(block, layer, k_SGH, v_SGH)
+        ctx.block, ctx.layer, ctx.shape, ctx.dtype = block, layer, k_SGH.shape, k_SGH.dtype
+        return k_SGH.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        block: BlockContext = ctx.block
+        s, g, h = ctx.shape
+        wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32
+        grad_k, grad_v = (torch.zeros((g, s, h), dtype=wide, device=grad.device) for _ in range(2))
+        _take_descendants(block, ctx.layer, grad_k, grad_v)
+        grad_k_SGH = _rotate(grad_k.to(ctx.dtype).transpose(0, 1), block.cos_S1J, -block.sin_S1J)
+        return grad_k_SGH, grad_v.to(ctx.dtype).transpose(0, 1), None, None
+
+
+def _own_rows(
+    block: BlockContext, layer: int, k_SGH: torch.Tensor, v_SGH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated keys and values ``[G, S, H]`` of the block; written to the path, and then views of it, if it is pushed."""
+    k_GSH = _rotate(k_SGH.transpose(0, 1), block.cos_S1J.squeeze(1), block.sin_S1J.squeeze(1))
+    v_GSH = v_SGH.transpose(0, 1)
+    if not block.writes:
+        return k_GSH, v_GSH
+    block.path.write(layer, block.depth, k_GSH, v_GSH)
+    return block.path.rows(layer, block.depth, block.depth + k_SGH.shape[0])
+
+
+def _take_descendants(block: BlockContext, layer: int, grad_k_GSH: torch.Tensor, grad_v_GSH: torch.Tensor) -> None:
+    """Add what descendants left on the block's pushed rows."""
+    end = block.depth + block.num_rows
+    for frame in block.frames:
+        low, high = max(frame.depth, block.depth), min(frame.end, end)
+        if low < high:
+            assert frame.grad_k_LGSH is not None and frame.grad_v_LGSH is not None
+            own, theirs = slice(low - block.depth, high - block.depth), slice(low - frame.depth, high - frame.depth)
+            grad_k_GSH[:, own] += frame.grad_k_LGSH[layer, :, theirs]
+            grad_v_GSH[:, own] += frame.grad_v_LGSH[layer, :, theirs]
+
+
+def keys_and_values_only(
+    key: torch.Tensor, value: torch.Tensor, block: BlockContext, layer: int
+) -> torch.Tensor:
+    """Put keys and values ``[s, 1, G, H]`` of a last layer on the path; returns the root of their graph (a zero)."""
+    return _KeysAndValuesFunction.apply(key[: block.num_rows, 0], value[: block.num_rows, 0], block, layer)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 class TreeAttention(torch.nn.Module):

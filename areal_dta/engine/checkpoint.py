@@ -119,8 +119,9 @@ def _verified_manifest(policy: MegatronPolicy, path: Path) -> dict[str, Any]:
     for name, size in manifest["files"].items():
         if found.get(name) != size:
             raise CheckpointError(f"{path} is torn: {name} has {found.get(name)} bytes, expected {size}")
-    if manifest["shape"] != vars(policy.shape):
-        raise CheckpointError(f"{path} belongs to another model: {manifest['shape']}, expected {vars(policy.shape)}")
+    shape = {"value_head": False, **manifest["shape"]}
+    if shape != vars(policy.shape):
+        raise CheckpointError(f"{path} belongs to another model: {shape}, expected {vars(policy.shape)}")
     return manifest
 
 

@@ -1,9 +1,10 @@
-"""Process groups: torch.distributed's default group and Megatron's model-parallel grid."""
+"""Process groups: torch.distributed's default group, Megatron's model-parallel grid, two groups per pipeline."""
 
 from __future__ import annotations
 
 import datetime
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,18 @@ from megatron.core import parallel_state
 
 from areal_dta.engine.settings import ParallelSizes
 
-__all__ = ["init_model_parallel", "init_process_group"]
+__all__ = ["PipelineGroups", "init_model_parallel", "init_process_group", "pipeline_groups"]
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """The ranks of one pipeline, stage by stage, in a group for each direction: neither ever blocks the other."""
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+_pipelines: dict[dist.ProcessGroup, PipelineGroups] = {}  # by Megatron's group of the same ranks; made once per grid
 
 
 def init_process_group(rank: int, world: int, addr: str, port: int, timeout_s: float = 600.0) -> None:
@@ -36,7 +48,7 @@ def init_process_group(rank: int, world: int, addr: str, port: int, timeout_s: f
 
 
 def init_model_parallel(sizes: ParallelSizes, timeout_s: float = 600.0) -> None:
-    """Set up Megatron's groups once per process: tp varies fastest over ranks, then dp, then pp.
+    """Set up all groups once per process: tp varies fastest over ranks, then dp, then pp.
 
     Raises RuntimeError without a default group, ValueError when sizes do not fit the world or earlier groups.
     """
@@ -55,3 +67,24 @@ def init_model_parallel(sizes: ParallelSizes, timeout_s: float = 600.0) -> None:
     )
     if have != (sizes.dp, sizes.tp, sizes.pp):
         raise ValueError(f"this process already runs (dp, tp, pp)={have}; all policies of a process share one grid")
+    if sizes.pp > 1 and parallel_state.get_pipeline_model_parallel_group() not in _pipelines:
+        _init_pipelines(sizes, timeout_s)
+
+
+def _init_pipelines(sizes: ParallelSizes, timeout_s: float) -> None:
+    """Two groups for every pipeline; collective over the whole world, as creating any group is."""
+    mine = parallel_state.get_pipeline_model_parallel_group()
+    num_pipelines = sizes.dp * sizes.tp
+    for first in range(num_pipelines):
+        ranks = list(range(first, sizes.world_size, num_pipelines))
+        timeout = datetime.timedelta(seconds=timeout_s)
+        forward, backward = (dist.new_group(ranks, timeout=timeout) for _ in range(2))
+        if ranks == dist.get_process_group_ranks(mine):
+            _pipelines[mine] = PipelineGroups(forward, backward)
+    if mine not in _pipelines:
+        raise RuntimeError(f"ranks {dist.get_process_group_ranks(mine)} are no pipeline of {sizes}")
+
+
+def pipeline_groups() -> PipelineGroups | None:
+    """This rank's pipeline; None when the model has one stage."""
+    return _pipelines.get(parallel_state.get_pipeline_model_parallel_group())

@@ -13,14 +13,16 @@ dz = -p * (log p + entropy).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ["HeadPairs", "VocabHead"]
+__all__ = ["CoefficientsOf", "HeadPairs", "VocabHead"]
+
+CoefficientsOf = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 _CHUNK_ELEMENTS = 1 << 22  # logits per chunk: 16 MiB in fp32, so that the elementwise passes stay near the cache
 
@@ -106,16 +108,20 @@ class VocabHead:
 
     @torch.no_grad()
     def gradient(
-        self, hidden_MD: torch.Tensor, pairs: HeadPairs, coef_E: torch.Tensor, entropy_coef_M: torch.Tensor | None,
-        temperature: float,
+        self, hidden_MD: torch.Tensor, pairs: HeadPairs, coef_E: torch.Tensor | CoefficientsOf,
+        entropy_coef_M: torch.Tensor | None, temperature: float, entropy_out_M: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """dL/dhidden [M, D] of sum(coef * logp) + sum(entropy_coef * entropy); adds dL/dweight to the buffer.
 
         ``coef_E`` [E] and ``entropy_coef_M`` [M] are fp32 or wider; the sum over tensor-parallel ranks is taken here.
+        A function as ``coef_E`` gets the log-probs of pairs lo .. hi-1, lo and hi, and gives their coefficients.
+        ``entropy_out_M`` receives the entropies.
         """
         assert self.grad_VD is not None, "a forward-only policy has no gradients; build it with trainable=True"
         grad_MD = torch.empty_like(hidden_MD)
         for chunk in self._chunks(hidden_MD, pairs, temperature):
+            if entropy_out_M is not None:
+                entropy_out_M[chunk.lo : chunk.hi] = chunk.entropy_M(self)
             grad_MV = self._logits_gradient(chunk, coef_E, entropy_coef_M, temperature).to(hidden_MD.dtype)
             torch.mm(grad_MV, self.weight_VD, out=grad_MD[chunk.lo : chunk.hi])
             if self.grad_VD.dtype == hidden_MD.dtype:
@@ -125,9 +131,13 @@ class VocabHead:
         return self.reduce(grad_MD, dist.ReduceOp.SUM)
 
     def _logits_gradient(
-        self, chunk: _Chunk, coef_E: torch.Tensor, entropy_coef_M: torch.Tensor | None, temperature: float
-    ) -> torch.Tensor:
-        coef = coef_E[chunk.pair_lo : chunk.pair_hi]
+        self, chunk: _Chunk, coef_E: torch.Tensor | CoefficientsOf, entropy_coef_M: torch.Tensor | None,
+        temperature: float,
+    ) -> torch.Tensor:  # fmt: skip
+        if isinstance(coef_E, torch.Tensor):
+            coef = coef_E[chunk.pair_lo : chunk.pair_hi]
+        else:
+            coef = coef_E(chunk.logprobs_E(self), chunk.pair_lo, chunk.pair_hi)
         weight_M1 = torch.zeros_like(chunk.lse_M1)
         weight_M1[:, 0].index_add_(0, chunk.row_E, coef)
         if entropy_coef_M is None:

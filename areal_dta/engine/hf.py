@@ -1,15 +1,17 @@
 """Hugging Face folders: the model's shape, its tensors by Megatron's names for any tensor-parallel size, and writing
 them back.
 
-Supported: Qwen3, Qwen2 (2.5) and Llama causal models. Megatron interleaves query, key and value rows per key/value
-group and stacks gate and up projections; a tensor-parallel rank holds whole groups and its part of each of the two.
+Supported: Qwen3, Qwen2 (2.5) and Llama, as causal models or, with a value head of one label (``score``), as token
+classifiers, which is how critics and reward models are kept. Megatron interleaves query, key and value rows per
+key/value group and stacks gate and up projections; a tensor-parallel rank holds whole groups and its part of each of
+the two.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,15 @@ __all__ = [
     "copy_side_files",
     "from_megatron",
     "read_shape",
+    "shifted",
     "to_megatron",
     "write_tensors",
+    "write_value_config",
 ]
 
-_ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+_FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+_CAUSAL = {f"{name}ForCausalLM": family for family, name in _FAMILIES.items()}
+_CLASSIFIER = {f"{name}ForTokenClassification": family for family, name in _FAMILIES.items()}
 _SHARD_BYTES = 4 << 30
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".tmp")
 
@@ -53,18 +59,28 @@ class ModelShape:
     qk_norm: bool
     max_positions: int
     init_std: float
+    value_head: bool = False  # one value per position in the vocabulary's place (never tied)
 
 
-def read_shape(path: str | Path) -> ModelShape:
-    """Read ``config.json`` of a folder. Raises FileNotFoundError, or ValueError naming the unsupported field."""
+def read_shape(path: str | Path, value_head: bool = False) -> ModelShape:
+    """Read ``config.json`` of a folder; ``value_head`` accepts causal models too, whose vocabulary head is left out.
+
+    Raises FileNotFoundError, or ValueError naming the unsupported field.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; actor.path must be a Hugging Face model folder")
     raw = json.loads(file.read_text())
     names = raw.get("architectures") or []
-    family = next((_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES), None)
+    family = next((known[name] for known in (_CAUSAL, _CLASSIFIER) for name in names if name in known), None)
     if family is None:
-        raise ValueError(f"{file}: architectures={names} is not supported; use one of {', '.join(_ARCHITECTURES)}")
+        known = ", ".join([*_CAUSAL, *_CLASSIFIER])
+        raise ValueError(f"{file}: architectures={names} is not supported; use one of {known}")
+    if not value_head and not any(name in _CAUSAL for name in names):
+        raise ValueError(f"{file}: {names[0]} has no vocabulary head; it can only be a critic (value_head=True)")
+    num_labels = len(raw.get("id2label") or ("LABEL_0", "LABEL_1"))  # transformers leaves out its default, two
+    if value_head and any(name in _CLASSIFIER for name in names) and num_labels != 1:
+        raise ValueError(f"{file}: a critic has one label, this classifier has {num_labels} (id2label)")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{file}: hidden_act={raw['hidden_act']!r} is not supported, only 'silu'")
     if raw.get("use_sliding_window"):
@@ -82,7 +98,7 @@ def read_shape(path: str | Path) -> ModelShape:
         num_kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
         vocab=raw["vocab_size"],
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        tied=bool(raw.get("tie_word_embeddings", False)) and not value_head,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_factor=factor,
@@ -90,6 +106,7 @@ def read_shape(path: str | Path) -> ModelShape:
         qk_norm=family == "qwen3",
         max_positions=raw.get("max_position_embeddings", 32768),
         init_std=raw.get("initializer_range", 0.02),
+        value_head=value_head,
     )
 
 
@@ -147,6 +164,15 @@ def _layer(name: str) -> tuple[str, str]:
     return f"model.layers.{index}.", rest
 
 
+def shifted(name: str, num_layers: int) -> str:
+    """The parameter's name with its layer counted ``num_layers`` higher; other names stay."""
+    head, mark, rest = name.partition(".layers.")
+    if not mark:
+        return name
+    index, _, tail = rest.partition(".")
+    return f"{head}{mark}{int(index) + num_layers}.{tail}"
+
+
 _TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -163,12 +189,18 @@ _PER_LAYER = {
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
 _COLUMN_SPLIT = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+_VALUE_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
 
 
-def to_megatron(
-    name: str, read: Callable[[str], torch.Tensor], shape: ModelShape, tp_rank: int, tp_size: int
-) -> torch.Tensor:
-    """This rank's part of parameter ``name`` (Megatron's), from Hugging Face tensors."""
+def to_megatron(name: str, read: TensorReader, shape: ModelShape, tp_rank: int, tp_size: int) -> torch.Tensor | None:
+    """This rank's part of parameter ``name`` (Megatron's), from Hugging Face tensors.
+
+    None for the value head when the folder is a causal model's; the bias is 0 where a folder has the weight alone.
+    """
+    if shape.value_head and name in _VALUE_HEAD:
+        if _VALUE_HEAD[name] in read:
+            return read(_VALUE_HEAD[name])
+        return torch.zeros(1) if "score.weight" in read else None
     if name in _TOP:
         full = read(_TOP[name])
         return full if "layernorm" in name else full.chunk(tp_size, 0)[tp_rank]
@@ -188,6 +220,8 @@ def to_megatron(
 
 def from_megatron(name: str, parts: list[torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
     """Hugging Face tensors of one parameter, from its parts on all tensor-parallel ranks; inverse of `to_megatron`."""
+    if shape.value_head and name in _VALUE_HEAD:
+        return {_VALUE_HEAD[name]: parts[0]}
     if name in _TOP:
         return {_TOP[name]: parts[0] if "layernorm" in name else torch.cat(parts, 0)}
     prefix, rest = _layer(name)
@@ -247,3 +281,14 @@ def copy_side_files(source: str | Path, target: Path) -> None:
         wanted = file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name != "version.json"
         if wanted and file.resolve() != (target / file.name).resolve():
             shutil.copyfile(file, target / file.name)
+
+
+def write_value_config(folder: Path, family: str) -> None:
+    """Make the copied ``config.json`` that of a token classifier with one label; nothing changes if it is one."""
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    name = f"{_FAMILIES[family]}ForTokenClassification"
+    if raw["architectures"] == [name] and len(raw.get("id2label", {})) == 1:
+        return
+    raw |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    file.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")

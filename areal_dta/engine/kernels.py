@@ -1,10 +1,10 @@
-"""Attention of one block against the path's rows and its own, with the log-sum-exp kept for the backward pass.
+"""Attention kernels on tiles, with the log-sum-exp kept so that tiles can be merged.
 
-Two kernels with one contract: the CPU flash kernel of PyTorch, and plain products for every other device (also the
-slow twin of the first).
+The backward of a tile is exact with the output and log-sum-exp of the whole merged row: with P = exp(scores - lse) over
+all keys, each tile's part of the gradient needs its own scores and the row's delta = <grad, out> only.
 
-Legend: G key/value heads, R query heads per key/value head, S query rows, K key rows (path, then the block's own), H
-head dim.
+Layout: queries ``[G, S, R, H]``, keys and values ``[G, K, H]``. Legend: G key/value heads, R query heads per key/value
+head, S query rows, K key rows, H head dim.
 """
 
 from __future__ import annotations
@@ -13,91 +13,117 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AttentionKernel", "FlashCPUKernel", "ProductKernel", "kernel_for"]
+from areal_dta.tree.tiles import TileKind
+
+__all__ = ["AttentionKernel", "FlashCPUKernel", "ProductKernel", "kernel_for", "merge_tile"]
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class AttentionKernel(Protocol):
-    """``mask_SK`` is additive (0 or -inf) in the query's dtype; None means plain causal with S == K."""
+    """``mask_SK`` (MASKED tiles) is additive, 0 or -inf, in the query's dtype; CAUSAL tiles have S == K."""
 
     def forward(
-        self, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor, mask_SK: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output GRSH, log-sum-exp GRS in fp32 or wider)."""
+        self, kind: TileKind, q_GSRH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
+        mask_SK: torch.Tensor | None, scale: float,
+    ) -> Pair:  # fmt: skip
+        """(output GSRH in the query's dtype or wider, log-sum-exp GSR in fp32 or wider) of one tile."""
         ...
 
     def backward(
-        self, grad_GRSH: torch.Tensor, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
-        out_GRSH: torch.Tensor, lse_GRS: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Gradients (GRSH, GKH, GKH) of query, keys and values, given the forward's output and log-sum-exp."""
+        self, kind: TileKind, grad_GSRH: torch.Tensor, q_GSRH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
+        out_GSRH: torch.Tensor, lse_GSR: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
+    ) -> Triple:  # fmt: skip
+        """This tile's gradients (GSRH, GKH, GKH) of query, keys and values, given the merged output and log-sum-exp."""
         ...
 
 
-def _shared_heads(x_GKH: torch.Tensor, num_repeats: int) -> torch.Tensor:
-    """View ``[G, R, K, H]`` of one key/value head per group (stride 0, no copy)."""
-    return x_GKH.unsqueeze(1).expand(-1, num_repeats, -1, -1)
+def merge_tile(out_GSRH: torch.Tensor, lse_GSR: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor) -> None:
+    """Merge a tile's output and log-sum-exp into those of the same rows, in place."""
+    merged = torch.logaddexp(lse_GSR, tile_lse)
+    out_GSRH.mul_((lse_GSR - merged).exp_().unsqueeze(-1)).addcmul_(tile_out, (tile_lse - merged).exp_().unsqueeze(-1))
+    lse_GSR.copy_(merged)
 
 
 class FlashCPUKernel:
-    """PyTorch's blocked CPU kernel: memory linear in S and K."""
+    """PyTorch's blocked CPU kernel: memory linear in S and K.
+
+    Rectangles fold the R query heads into rows, so that keys and values are read once for all of them.
+    """
 
     def forward(
-        self, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor, mask_SK: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        r = q_GRSH.shape[1]
-        k, v = _shared_heads(k_GKH, r), _shared_heads(v_GKH, r)
-        out, lse = _flash_forward(q_GRSH, k, v, 0.0, mask_SK is None, attn_mask=mask_SK, scale=scale)
-        return out, lse
+        self, kind: TileKind, q_GSRH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
+        mask_SK: torch.Tensor | None, scale: float,
+    ) -> Pair:  # fmt: skip
+        g, s, r, h = q_GSRH.shape
+        if kind is TileKind.FULL:
+            folded = q_GSRH.reshape(g, 1, s * r, h)
+            out, lse = _flash_forward(folded, k_GKH.unsqueeze(1), v_GKH.unsqueeze(1), 0.0, False, scale=scale)
+            return out.view(g, s, r, h), lse.view(g, s, r)
+        k, v = (x.unsqueeze(1).expand(-1, r, -1, -1) for x in (k_GKH, v_GKH))
+        causal = kind is TileKind.CAUSAL
+        out, lse = _flash_forward(q_GSRH.transpose(1, 2), k, v, 0.0, causal, attn_mask=mask_SK, scale=scale)
+        return out.transpose(1, 2), lse.transpose(1, 2)
 
     def backward(
-        self, grad_GRSH: torch.Tensor, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
-        out_GRSH: torch.Tensor, lse_GRS: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        r = q_GRSH.shape[1]
-        k, v = _shared_heads(k_GKH, r), _shared_heads(v_GKH, r)
-        grad_q, grad_k, grad_v = _flash_backward(
-            grad_GRSH, q_GRSH, k, v, out_GRSH, lse_GRS, 0.0, mask_SK is None, attn_mask=mask_SK, scale=scale
-        )
-        return grad_q, grad_k.sum(1), grad_v.sum(1)
+        self, kind: TileKind, grad_GSRH: torch.Tensor, q_GSRH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
+        out_GSRH: torch.Tensor, lse_GSR: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
+    ) -> Triple:  # fmt: skip
+        g, s, r, h = q_GSRH.shape
+        if kind is TileKind.FULL:
+            grad, q, out = (x.reshape(g, 1, s * r, h) for x in (grad_GSRH, q_GSRH, out_GSRH))
+            lse, k, v = lse_GSR.reshape(g, 1, s * r), k_GKH.unsqueeze(1), v_GKH.unsqueeze(1)
+            grad_q, grad_k, grad_v = _flash_backward(grad, q, k, v, out, lse, 0.0, False, scale=scale)
+            return grad_q.view(g, s, r, h), grad_k.squeeze(1), grad_v.squeeze(1)
+        grad, q, out, lse = (x.transpose(1, 2) for x in (grad_GSRH, q_GSRH, out_GSRH, lse_GSR))
+        k, v = (x.unsqueeze(1).expand(-1, r, -1, -1) for x in (k_GKH, v_GKH))
+        causal = kind is TileKind.CAUSAL
+        grad_q, grad_k, grad_v = _flash_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask_SK, scale=scale)
+        return grad_q.transpose(1, 2), grad_k.sum(1), grad_v.sum(1)
 
 
 class ProductKernel:
-    """Plain matrix products in fp32 or wider; memory S * K per head. Runs on any device."""
+    """Plain matrix products in fp32 or wider; memory S * K per head. Runs on any device; the slow twin."""
 
     def _scores(
-        self, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, mask_SK: torch.Tensor | None, scale: float
+        self, kind: TileKind, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, mask_SK: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
-        wide = torch.float64 if q_GRSH.dtype == torch.float64 else torch.float32
-        scores = q_GRSH.to(wide) @ k_GKH.to(wide).unsqueeze(1).transpose(-1, -2) * scale
-        if mask_SK is None:
+        scores = q_GRSH @ k_GKH.to(q_GRSH.dtype).unsqueeze(1).transpose(-1, -2) * scale
+        if kind is TileKind.CAUSAL:
             s, k = scores.shape[-2:]
-            mask_SK = torch.full((s, k), float("-inf"), dtype=wide, device=scores.device).triu_(1)
-        return scores + mask_SK
+            mask_SK = torch.full((s, k), float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
+        return scores if mask_SK is None else scores + mask_SK
 
     def forward(
-        self, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor, mask_SK: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self._scores(q_GRSH, k_GKH, mask_SK, scale)
+        self, kind: TileKind, q_GSRH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
+        mask_SK: torch.Tensor | None, scale: float,
+    ) -> Pair:  # fmt: skip
+        scores = self._scores(kind, _wide(q_GSRH).transpose(1, 2), k_GKH, mask_SK, scale)
         lse_GRS = scores.logsumexp(-1)
         weights = (scores - lse_GRS.unsqueeze(-1)).exp()
-        return (weights @ v_GKH.to(weights.dtype).unsqueeze(1)).to(q_GRSH.dtype), lse_GRS
+        out = weights @ v_GKH.to(weights.dtype).unsqueeze(1)
+        return out.transpose(1, 2), lse_GRS.transpose(1, 2)
 
     def backward(
-        self, grad_GRSH: torch.Tensor, q_GRSH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
-        out_GRSH: torch.Tensor, lse_GRS: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        weights = (self._scores(q_GRSH, k_GKH, mask_SK, scale) - lse_GRS.unsqueeze(-1)).exp()
-        grad = grad_GRSH.to(weights.dtype)
+        self, kind: TileKind, grad_GSRH: torch.Tensor, q_GSRH: torch.Tensor, k_GKH: torch.Tensor, v_GKH: torch.Tensor,
+        out_GSRH: torch.Tensor, lse_GSR: torch.Tensor, mask_SK: torch.Tensor | None, scale: float,
+    ) -> Triple:  # fmt: skip
+        q, grad, out = (_wide(x).transpose(1, 2) for x in (q_GSRH, grad_GSRH, out_GSRH))
+        weights = (self._scores(kind, q, k_GKH, mask_SK, scale) - lse_GSR.transpose(1, 2).unsqueeze(-1)).exp()
         grad_v = (weights.transpose(-1, -2) @ grad).sum(1)
         grad_weights = grad @ v_GKH.to(weights.dtype).unsqueeze(1).transpose(-1, -2)
-        delta = (grad * out_GRSH.to(weights.dtype)).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_weights - delta) * scale
+        grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) * scale
         grad_q = grad_scores @ k_GKH.to(weights.dtype).unsqueeze(1)
-        grad_k = (grad_scores.transpose(-1, -2) @ q_GRSH.to(weights.dtype)).sum(1)
-        return grad_q.to(q_GRSH.dtype), grad_k, grad_v
+        grad_k = (grad_scores.transpose(-1, -2) @ q).sum(1)
+        return grad_q.transpose(1, 2), grad_k, grad_v
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def kernel_for(device: torch.device) -> AttentionKernel:

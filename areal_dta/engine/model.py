@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -17,6 +18,7 @@ from areal_dta.engine.attention import TreeAttention
 from areal_dta.engine.hf import ModelShape
 from areal_dta.engine.norm import RMSNorm
 from areal_dta.engine.settings import ParallelSizes
+from areal_dta.engine.value_head import value_projection
 
 __all__ = ["build_model", "transformer_config"]
 
@@ -61,8 +63,10 @@ def transformer_config(shape: ModelShape, sizes: ParallelSizes, dtype: torch.dty
     )
 
 
-def _local_spec(shape: ModelShape) -> TransformerBlockSubmodules:
-    """Megatron's own modules, with our norm (marks sequence parallelism) and our core attention."""
+def _local_spec(shape: ModelShape, num_layers: int) -> TransformerBlockSubmodules:
+    """Megatron's own modules for the layers of one stage, with our norm (marks sequence parallelism) and our core
+    attention.
+    """
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -71,26 +75,35 @@ def _local_spec(shape: ModelShape) -> TransformerBlockSubmodules:
     if shape.qk_norm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * shape.num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
 def _transformer_engine_spec(shape: ModelShape) -> ModuleSpec:
-    """Transformer Engine's projections and norms with our core attention. Never exercised: no GPU was available."""
+    """Transformer Engine's projections and norms with our core attention. Not yet run on a GPU (docs/gpu.md)."""
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     layer.submodules.self_attention.submodules.core_attention = TreeAttention
     return layer
 
 
-def build_model(shape: ModelShape, sizes: ParallelSizes, dtype: torch.dtype) -> GPTModel:
-    """A GPTModel of this rank with Megatron's own initialisation; process groups and RNG must be set up.
+def build_model(shape: ModelShape, sizes: ParallelSizes, dtype: torch.dtype, seed: int) -> GPTModel:
+    """This rank's part of a GPTModel with Megatron's own initialisation; process groups and RNG must be set up.
+    ``seed`` starts a value head, which is equal on all ranks.
 
-    Raises ValueError when heads, groups, FFN or vocabulary do not divide by ``tp``.
+    Raises ValueError when heads, groups, FFN or vocabulary do not divide by ``tp``, or the layers by ``pp``.
     """
+    if shape.num_layers % sizes.pp:
+        raise ValueError(
+            f"the model's {shape.num_layers} layers do not divide into pp={sizes.pp} pipeline stages; "
+            "choose a pp that divides them"
+        )
     for name in ("num_heads", "num_kv_heads", "ffn", "vocab"):
         if getattr(shape, name) % sizes.tp:
             raise ValueError(f"{name}={getattr(shape, name)} is not divisible by tp={sizes.tp}; choose a smaller tp")
-    spec = _transformer_engine_spec(shape) if torch.cuda.is_available() else _local_spec(shape)
-    return GPTModel(
+    num_local_layers = shape.num_layers // sizes.pp
+    # Transformer Engine multiplies fp32 in TF32 and has no fp64: parity needs Megatron's own layers there
+    has_te = HAVE_TE and torch.cuda.is_available() and dtype in (torch.bfloat16, torch.float16)
+    spec = _transformer_engine_spec(shape) if has_te else _local_spec(shape, num_local_layers)
+    model = GPTModel(
         config=transformer_config(shape, sizes, dtype),
         transformer_layer_spec=spec,
         vocab_size=shape.vocab,
@@ -104,3 +117,8 @@ def build_model(shape: ModelShape, sizes: ParallelSizes, dtype: torch.dtype) -> 
         rope_scaling=shape.rope_factor is not None,
         rope_scaling_factor=shape.rope_factor or 8.0,
     )
+    if shape.value_head and model.post_process:
+        model.output_layer = value_projection(shape.hidden, shape.init_std, dtype, seed)
+    for index, layer in enumerate(model.decoder.layers):
+        layer.self_attention.core_attention.layer = index  # of this stage's stack; Megatron numbers the whole model
+    return model

@@ -2,7 +2,8 @@
 
 Row layout is AReaL's rolled one: index t of a row speaks about token t+1. ``logprobs_T[t]`` is log p(ids[t+1] |
 ids[..t]) with the temperature applied, ``entropy_T[t]`` the entropy of that distribution. A row's last position
-predicts nothing: it holds 0 in both, and whatever coefficient is given there is ignored.
+predicts nothing: it holds 0 in both, and whatever coefficient is given there is ignored. A critic's values speak about
+the position itself, so a row's last one is like any other.
 
 Legend: S rows, T tokens of all rows laid end to end.
 """
@@ -72,13 +73,21 @@ class RowValues:
 
 @dataclass(frozen=True)
 class WalkStats:
-    """What the last call computed: tokens of all rows, distinct tokens, blocks, tokens computed twice, wall seconds."""
+    """What the last call did.
+
+    Tokens of all rows, distinct tokens of the tree, blocks, attention tiles per layer, tokens computed twice; seconds of
+    sorting and planning, and of the whole call; predicted seconds (0: no time model) and peak bytes.
+    """
 
     row_tokens: int = 0
     tree_tokens: int = 0
     num_blocks: int = 0
+    num_tiles: int = 0
     recomputed_tokens: int = 0
+    plan_s: float = 0.0
     seconds: float = 0.0
+    predicted_s: float = 0.0
+    predicted_peak_bytes: int = 0
 
 
 class Engine(Protocol):
@@ -95,6 +104,13 @@ class Engine(Protocol):
         mask_T: np.ndarray | torch.Tensor | None = None, sync: GradientSync = "sharded",
     ) -> None: ...  # fmt: skip
 
+    def forward_values(self, rows: Rows, need_T: np.ndarray | None = None) -> torch.Tensor: ...
+
+    def backward_values(
+        self, rows: Rows, dvalue_T: torch.Tensor, *,
+        mask_T: np.ndarray | torch.Tensor | None = None, sync: GradientSync = "sharded",
+    ) -> None: ...  # fmt: skip
+
 
 def predicting_positions(rows: Rows) -> np.ndarray:
     """Flat indices t of all positions that predict a token (t+1): every position but each row's last."""
@@ -104,9 +120,11 @@ def predicting_positions(rows: Rows) -> np.ndarray:
 
 
 def checked_coefficients(
-    name: str, coefficients_T: torch.Tensor | None, rows: Rows, mask_T: np.ndarray | torch.Tensor | None
-) -> np.ndarray | None:
-    """Coefficients as float64 of row layout, zero where masked and at each row's last position whatever stood there.
+    name: str, coefficients_T: torch.Tensor | None, rows: Rows, mask_T: np.ndarray | torch.Tensor | None, *,
+    with_last: bool = False,
+) -> np.ndarray | None:  # fmt: skip
+    """Coefficients as float64 of row layout, zero where masked and, unless ``with_last``, at each row's last position,
+    whatever stood there.
 
     Raises ValueError for a wrong length, and for a NaN or infinity where it would count.
     """
@@ -115,8 +133,9 @@ def checked_coefficients(
     values = coefficients_T.detach().to("cpu", torch.float64).numpy().copy()
     if values.shape != (rows.num_tokens,):
         raise ValueError(f"{name} has shape {values.shape}, the rows have {rows.num_tokens} tokens")
-    keep = np.zeros(rows.num_tokens, bool)
-    keep[predicting_positions(rows)] = True
+    keep = np.ones(rows.num_tokens, bool)
+    if not with_last:
+        keep[rows.offsets_S1[1:] - 1] = False
     if mask_T is not None:
         mask = np.asarray(mask_T.cpu() if isinstance(mask_T, torch.Tensor) else mask_T).astype(bool)
         if mask.shape != keep.shape:

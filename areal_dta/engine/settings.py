@@ -23,8 +23,6 @@ class ParallelSizes:
         for name in ("dp", "tp", "pp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel size {name}={getattr(self, name)} must be at least 1")
-        if self.pp > 1:
-            raise ValueError(f"pp={self.pp}: a walk over pipeline stages is not available; use pp=1 and raise tp or dp")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1; set it to false or raise tp")
 

@@ -1,108 +1,71 @@
 """The tree engine: the linearised training step over a prefix tree.
 
-Forward-only walk (log-probs, entropies), then, with the loss's coefficients dL/dlogp and dL/dentropy on rows, one
-depth-first walk that computes the exact gradient: a pushed block keeps its autograd graph until its descendants are
-done, so nothing is computed twice, and memory grows with the current path, not with the tree.
+Forward-only walk (log-probs, entropies; a critic's values), then, with the loss's coefficients dL/dlogp and dL/dentropy
+(dL/dvalue) on rows, one depth-first walk that computes the exact gradient by a plan of blocks
+(`areal_dta.tree.planner`).
 
-Legend: U trie tokens, E predicting pairs (source token, target token) sorted by source, S tokens of a block, M
-projected positions of a block, T row tokens, D hidden.
+Legend: U trie tokens, T row tokens, S rows of a block, D hidden.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from areal_dta.engine.attention import BlockContext, chain_mask, forest_mask
-from areal_dta.engine.head import HeadPairs, VocabHead
+from areal_dta.engine.attention import BlockContext
+from areal_dta.engine.block_heads import BlockGradient, BlockSink, Coefficients, LogprobGradient, LogprobSink
+from areal_dta.engine.block_runner import BlockRunner
+from areal_dta.engine.block_values import ValueGradient, ValueSink
+from areal_dta.engine.fused_loss import FusedGradient, FusedOutcome, TokenLoss
 from areal_dta.engine.kernels import AttentionKernel, kernel_for
 from areal_dta.engine.megatron import MegatronPolicy
-from areal_dta.engine.rows import GradientSync, Rows, RowValues, WalkStats, checked_coefficients, predicting_positions
-from areal_dta.engine.stack import KVStack
-from areal_dta.tree.plan import Block, OpKind, PlanSettings, WalkPlan, plan_walk, prune, subtree_ends
-from areal_dta.tree.trie import Trie, build_trie
+from areal_dta.engine.rows import GradientSync, Rows, RowValues, WalkStats
+from areal_dta.engine.tree_batch import TreeBatch
+from areal_dta.tree.memory import MemoryModel
+from areal_dta.tree.plan import Block, OpKind, PlanSettings, WalkPlan
+from areal_dta.tree.planner import plan_walk
+from areal_dta.tree.timing import TimeModel
 
 __all__ = ["TreeEngine"]
 
 
 @dataclass(frozen=True)
-class _Tree:
-    """A batch of rows as a trie with its plan and its predicting pairs."""
+class _Pushed:
+    """A pushed block that waits for its POP: its graph's root, or None when it will be computed again."""
 
-    rows: Rows
-    trie: Trie
-    plan: WalkPlan
-
-    @cached_property
-    def subtree_end_U(self) -> np.ndarray:
-        return subtree_ends(self.trie)
-
-    @cached_property
-    def target_E(self) -> np.ndarray:
-        """Target token of every pair, sorted by its source (``parent_U[target_E]``)."""
-        targets = np.flatnonzero(self.trie.parent_U >= 0)
-        return targets[np.argsort(self.trie.parent_U[targets], kind="stable")]
-
-    @cached_property
-    def pair_start_U1(self) -> np.ndarray:
-        """Pairs of source u are ``pair_start_U1[u] .. pair_start_U1[u+1]-1``: one per child of u."""
-        return np.searchsorted(self.trie.parent_U[self.target_E], np.arange(self.trie.num_tokens + 1))
-
-    @cached_property
-    def position_t(self) -> np.ndarray:
-        return predicting_positions(self.rows)
-
-    @cached_property
-    def source_t(self) -> np.ndarray:
-        """Trie token at each predicting position of the rows."""
-        return self.trie.token_index_T[self.position_t]
-
-    @cached_property
-    def target_t(self) -> np.ndarray:
-        """Trie token predicted there."""
-        return self.trie.token_index_T[self.position_t + 1]
-
-    def sum_to(self, index_t: np.ndarray, values_T: np.ndarray) -> np.ndarray:
-        """Scatter-add row values of predicting positions onto trie tokens [U], float64."""
-        return np.bincount(index_t, weights=values_T[self.position_t], minlength=self.trie.num_tokens)
-
-
-@dataclass(frozen=True)
-class _Coefficients:
-    """dL/dlogp by target token and dL/dentropy by source token (None: not wanted), [U], float64."""
-
-    logp_U: np.ndarray
-    entropy_U: np.ndarray | None
+    context: BlockContext
+    root: torch.Tensor | None
 
 
 class TreeEngine:
     """Forward and backward of rows over their prefix tree on one rank of ``policy``'s grid.
 
-    All ranks of a tensor-parallel group must be given the same rows; data-parallel ranks have their own, possibly none.
-    ``stats`` describes the last call.
+    All ranks of a model-parallel group must be given the same rows; data-parallel ranks have their own, possibly none.
+    ``memory`` predicts bytes (None: an analytic estimate), ``timing`` seconds; ``stats`` describes the last call.
     """
 
     def __init__(
-        self, policy: MegatronPolicy, settings: PlanSettings | None = None, kernel: AttentionKernel | None = None
-    ) -> None:
+        self, policy: MegatronPolicy, settings: PlanSettings | None = None, kernel: AttentionKernel | None = None,
+        memory: MemoryModel | None = None, timing: TimeModel | None = None,
+    ) -> None:  # fmt: skip
         self.policy = policy
         self.settings = settings or PlanSettings()
+        self.memory = memory or policy.memory_model()
+        self.timing = timing
         self.stats = WalkStats()
         self._kernel = kernel or kernel_for(policy.device)
         self._wide = torch.float64 if policy.dtype == torch.float64 else torch.float32
-        self._last_tree: _Tree | None = None
+        self._last_batch: TreeBatch | None = None
 
-    def tree(self, rows: Rows) -> _Tree:
-        """The trie and plan of ``rows``; the last one is remembered, since forward and backward of a step share it."""
-        if self._last_tree is None or self._last_tree.rows is not rows:
+    def batch(self, rows: Rows) -> TreeBatch:
+        """The trie of ``rows``; the last one is remembered, since forward and backward of a step share it."""
+        if self._last_batch is None or self._last_batch.rows is not rows:
             rows.check_vocabulary(self.policy.shape.vocab)
-            trie = build_trie(rows.ids_T, rows.offsets_S1)
-            self._last_tree = _Tree(rows, trie, plan_walk(trie, self.settings))
-        return self._last_tree
+            self._last_batch = TreeBatch.of(rows, self.settings)
+        return self._last_batch
 
     # ---- part 1: values ----
 
@@ -116,55 +79,41 @@ class TreeEngine:
         ids outside the vocabulary.
         """
         began = time.perf_counter()
-        tree = self.tree(rows)
-        needed_U = np.zeros(tree.trie.num_tokens, bool)
-        keep_t = slice(None) if need_T is None else np.asarray(need_T, bool)[tree.position_t]
-        needed_U[tree.source_t[keep_t]] = True
-        plan = prune(tree.plan, needed_U)
-        self.policy.check_same_program(plan.digest())
-        logp_U = torch.zeros(tree.trie.num_tokens, dtype=self._wide, device=self.policy.device)
-        entropy_U = torch.zeros_like(logp_U) if want_entropy else None
-        stack, head = self._stack(plan, with_grad=False), self.policy.vocab_head()
-        for op in plan.ops:
-            if op.kind is not OpKind.POP:
-                block = plan.blocks[op.block]
-                hidden_SD = self._run(tree, block, stack)
-                self._block_values(tree, block, hidden_SD, head, needed_U, temperature, logp_U, entropy_U)
-        values = self._to_rows(tree, keep_t, logp_U, entropy_U)
-        self.stats = self._stats(tree, plan, began)
-        return values
-
-    def _block_values(
-        self, tree: _Tree, block: Block, hidden_SD: torch.Tensor, head: VocabHead, needed_U: np.ndarray,
-        temperature: float, logp_U: torch.Tensor, entropy_U: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        targets = tree.target_E[tree.pair_start_U1[block.start] : tree.pair_start_U1[block.end]]
-        sources = tree.trie.parent_U[targets]
-        targets, sources = targets[needed_U[sources]], sources[needed_U[sources]]
-        if not len(targets):
-            return
-        source_M, row_E = np.unique(sources, return_inverse=True)
-        pairs = HeadPairs(row_E, tree.trie.ids_U[targets])
-        selected = _select(hidden_SD, source_M - block.start)
-        logp_E, entropy_M = head.values(selected, pairs, temperature, entropy_U is not None)
-        logp_U[torch.from_numpy(targets).to(logp_U.device)] = logp_E
-        if entropy_U is not None and entropy_M is not None:
-            entropy_U[torch.from_numpy(source_M).to(logp_U.device)] = entropy_M
-
-    def _to_rows(
-        self, tree: _Tree, keep_t: slice | np.ndarray, logp_U: torch.Tensor, entropy_U: torch.Tensor | None
-    ) -> RowValues:
-        position_t, source_t, target_t = (
-            torch.from_numpy(index[keep_t]).to(logp_U.device)
-            for index in (tree.position_t, tree.source_t, tree.target_t)
+        batch = self.batch(rows)
+        sink = LogprobSink(
+            batch, self.policy.vocab_head(), temperature, want_entropy, need_T, self._wide, self.policy.device
         )
-        logprobs_T = torch.zeros(tree.rows.num_tokens, dtype=self._wide, device=logp_U.device)
-        logprobs_T[position_t] = logp_U[target_t]
-        if entropy_U is None:
-            return RowValues(logprobs_T, None)
-        entropy_T = torch.zeros_like(logprobs_T)
-        entropy_T[position_t] = entropy_U[source_t]
-        return RowValues(logprobs_T, entropy_T)
+        self._walk_forward(batch, sink, began)
+        return sink.row_values()
+
+    @torch.no_grad()
+    def forward_values(self, rows: Rows, need_T: np.ndarray | None = None) -> torch.Tensor:
+        """A critic's value at every row position ``[T]``, a row's last one included; those without need hold 0."""
+        began = time.perf_counter()
+        batch = self.batch(rows)
+        sink = ValueSink(batch, self.policy.value_head(), need_T, self._wide, self.policy.device)
+        self._walk_forward(batch, sink, began)
+        return sink.row_values()
+
+    def _walk_forward(self, batch: TreeBatch, sink: BlockSink, began: float) -> None:
+        """Hand the hidden states of every needed block to ``sink``. The published walk has no forward of its own."""
+        settings = PlanSettings(max_block_tokens=self.settings.max_block_tokens)
+        settings = settings if self.settings.kind in ("auto", "classic") else self.settings
+        plan = plan_walk(batch.trie, settings, None, sink.needed_U)
+        planned = time.perf_counter()
+        self.policy.check_same_program(plan.digest())
+        runner = BlockRunner(self.policy, self._kernel, batch, plan.stack_rows, with_grad=False)
+        for op in plan.ops:
+            block = plan.blocks[op.block]
+            if op.kind is OpKind.POP:
+                runner.pop(block)
+                continue
+            context = runner.push(block) if op.kind is OpKind.PUSH else runner.visit(block, op.absorbs)
+            if _reads(sink.needed_U, block):
+                sink.take(block, runner.hidden(block, context))
+            else:
+                runner.keys_only(block, context)
+        self._finish(batch, plan, runner, began, planned, self._seconds(plan, sink.needed_U, backward=False))
 
     # ---- part 3: gradient ----
 
@@ -180,134 +129,117 @@ class TreeEngine:
         """
         began = time.perf_counter()
         self.policy.check_accumulating()
-        tree = self.tree(rows)
-        coef = self._coefficients(tree, dlogp_T, dentropy_T, mask_T)
-        active_U = np.zeros(tree.trie.num_tokens, bool)
-        weighted = np.flatnonzero(coef.logp_U)
-        active_U[tree.trie.parent_U[weighted]] = True
-        if coef.entropy_U is not None:
-            active_U |= coef.entropy_U != 0
-        plan = prune(tree.plan, active_U)
-        self.policy.check_same_program(plan.digest())
-        if plan.ops:
-            self._walk_back(tree, plan, coef, temperature)
-        else:
-            self._walk_nothing()
+        batch = self.batch(rows)
+        coef = Coefficients.of_rows(batch, dlogp_T, dentropy_T, mask_T)
+        job = LogprobGradient(batch, self.policy.vocab_head(), temperature, coef, self._wide)
+        self._walk_backward(batch, job, began)
         self.policy.finish_gradients(sync)
-        self.stats = self._stats(tree, plan, began)
+        self.stats = replace(self.stats, seconds=time.perf_counter() - began)
 
-    def _coefficients(
-        self,
-        tree: _Tree,
-        dlogp_T: torch.Tensor,
-        dentropy_T: torch.Tensor | None,
-        mask_T: np.ndarray | torch.Tensor | None,
-    ) -> _Coefficients:
-        dlogp = checked_coefficients("dlogp_T", dlogp_T, tree.rows, mask_T)
-        dentropy = checked_coefficients("dentropy_T", dentropy_T, tree.rows, mask_T)
-        assert dlogp is not None
-        entropy_U = tree.sum_to(tree.source_t, dentropy) if dentropy is not None and dentropy.any() else None
-        return _Coefficients(tree.sum_to(tree.target_t, dlogp), entropy_U)
+    def backward_fused(
+        self, rows: Rows, token_loss: TokenLoss, temperature: float = 1.0, want_entropy: bool = False, *,
+        sync: GradientSync = "sharded",
+    ) -> FusedOutcome:  # fmt: skip
+        """Add the gradient of a token-level loss, without a forward pass before; otherwise as `backward`.
 
-    def _walk_back(self, tree: _Tree, plan: WalkPlan, coef: _Coefficients, temperature: float) -> None:
-        stack, head = self._stack(plan, with_grad=True), self.policy.vocab_head()
-        kept: list[torch.Tensor] = []
+        Subtrees without a position of ``token_loss.needed_T`` are not walked. Entropies are a statistic here.
+        """
+        began = time.perf_counter()
+        self.policy.check_accumulating()
+        batch = self.batch(rows)
+        job = FusedGradient(
+            batch, self.policy.vocab_head(), temperature, token_loss, want_entropy, self._wide, self.policy.device
+        )
+        self._walk_backward(batch, job, began)
+        link = self.policy.stage_link()
+        if link is not None:
+            for values in job.results():
+                link.broadcast_from_last(values)
+        self.policy.finish_gradients(sync)
+        self.stats = replace(self.stats, seconds=time.perf_counter() - began)
+        return job.outcome()
+
+    def backward_values(
+        self, rows: Rows, dvalue_T: torch.Tensor, *, mask_T: np.ndarray | torch.Tensor | None = None,
+        sync: GradientSync = "sharded",
+    ) -> None:  # fmt: skip
+        """Add the gradient of ``sum(dvalue * value)`` to a critic's buffers; otherwise as `backward`."""
+        began = time.perf_counter()
+        self.policy.check_accumulating()
+        batch = self.batch(rows)
+        job = ValueGradient(batch, self.policy.value_head(), dvalue_T, mask_T, self._wide)
+        self._walk_backward(batch, job, began)
+        self.policy.finish_gradients(sync)
+        self.stats = replace(self.stats, seconds=time.perf_counter() - began)
+
+    def _walk_backward(self, batch: TreeBatch, job: BlockGradient, began: float) -> None:
+        """Gradients of all needed blocks into the policy's buffers, not reduced over ranks."""
+        plan = plan_walk(batch.trie, self.settings, self.memory, job.needed_U)
+        planned = time.perf_counter()
+        self.policy.check_same_program(plan.digest())
+        runner = BlockRunner(self.policy, self._kernel, batch, plan.stack_rows, with_grad=True)
+        pushed: list[_Pushed] = []
         for op in plan.ops:
             block = plan.blocks[op.block]
             if op.kind is OpKind.PUSH:
-                kept.append(self._run(tree, block, stack))
-                continue
-            hidden_SD = kept.pop() if op.kind is OpKind.POP else self._run(tree, block, stack)
-            hidden_SD.backward(self._hidden_gradient(tree, block, hidden_SD.detach(), head, coef, temperature))
+                pushed.append(self._push(runner, job, block, plan.keep_B[op.block]))
+            elif op.kind is OpKind.VISIT:
+                context = runner.visit(block, op.absorbs)
+                self._differentiate(runner, job, block, context, self._compute(runner, job, block, context))
+            else:
+                self._pop(runner, job, block, pushed.pop())
+        if not plan.ops:
+            self._walk_nothing(runner)
+        self._finish(batch, plan, runner, began, planned, self._seconds(plan, job.needed_U, backward=True))
 
-    def _hidden_gradient(
-        self,
-        tree: _Tree,
-        block: Block,
-        hidden_SD: torch.Tensor,
-        head: VocabHead,
-        coef: _Coefficients,
-        temperature: float,
-    ) -> torch.Tensor:
-        """dL/dhidden [S, D] of a block's own predictions; zero where no coefficient is."""
-        targets = tree.target_E[tree.pair_start_U1[block.start] : tree.pair_start_U1[block.end]]
-        targets = targets[coef.logp_U[targets] != 0]
-        sources = tree.trie.parent_U[targets]
-        entropy_S = None if coef.entropy_U is None else coef.entropy_U[block.start : block.end]
-        if entropy_S is None:
-            source_M = np.unique(sources)
-        else:
-            source_M = np.union1d(sources, block.start + np.flatnonzero(entropy_S))
-        grad_SD = torch.zeros_like(hidden_SD)
-        if not len(source_M):
-            return grad_SD
-        pairs = HeadPairs(np.searchsorted(source_M, sources), tree.trie.ids_U[targets])
-        coef_E = torch.from_numpy(coef.logp_U[targets]).to(hidden_SD.device, self._wide)
-        entropy_M = None
-        if entropy_S is not None and entropy_S.any():
-            entropy_M = torch.from_numpy(entropy_S[source_M - block.start]).to(hidden_SD.device, self._wide)
-        selected = _select(hidden_SD, source_M - block.start)
-        grad_MD = head.gradient(selected, pairs, coef_E, entropy_M, temperature)
-        return grad_SD.index_copy_(0, torch.from_numpy(source_M - block.start).to(grad_SD.device), grad_MD)
+    def _push(self, runner: BlockRunner, job: BlockGradient, block: Block, keep: bool) -> _Pushed:
+        context = runner.push(block)
+        if keep:
+            return _Pushed(context, self._compute(runner, job, block, context))
+        with torch.no_grad():
+            runner.keys_only(block, context)
+        return _Pushed(context, None)
 
-    def _walk_nothing(self) -> None:
+    def _pop(self, runner: BlockRunner, job: BlockGradient, block: Block, pushed: _Pushed) -> None:
+        context, root = pushed.context, pushed.root
+        if root is None:
+            context = runner.again(block, context)
+            root = self._compute(runner, job, block, context)
+        self._differentiate(runner, job, block, context, root)
+
+    def _compute(self, runner: BlockRunner, job: BlockGradient, block: Block, context: BlockContext) -> torch.Tensor:
+        """Forward with graph: hidden states [S, D], or a zero where no output is read."""
+        return runner.hidden(block, context) if _reads(job.needed_U, block) else runner.keys_only(block, context)
+
+    def _differentiate(
+        self, runner: BlockRunner, job: BlockGradient, block: Block, context: BlockContext, root: torch.Tensor
+    ) -> None:
+        root.backward(job.gradient(block, root.detach()) if root.dim() else None)
+        runner.release(context)
+
+    def _walk_nothing(self, runner: BlockRunner) -> None:
         """One token with zero weight: every parameter is touched, as on ranks that have rows."""
-        stack = self._stack_of(1, with_grad=True)
-        ids = torch.zeros(1, dtype=torch.int64, device=self.policy.device)
-        hidden_SD = self.policy.block_hidden(ids, self._context(stack, 0, np.zeros(1, np.int64), None))
+        hidden_SD = runner.nothing()
         hidden_SD.backward(torch.zeros_like(hidden_SD))
 
-    # ---- blocks ----
+    def _seconds(self, plan: WalkPlan, needed_U: np.ndarray, backward: bool) -> float:
+        return 0.0 if self.timing is None else self.timing.seconds(plan, needed_U, backward=backward)
 
-    def _run(self, tree: _Tree, block: Block, stack: KVStack) -> torch.Tensor:
-        """Hidden states [S, D] of a block; its keys and values become rows of the stack."""
-        span = slice(block.start, block.end)
-        ids = torch.from_numpy(tree.trie.ids_U[span].astype(np.int64)).to(self.policy.device)
-        end_S = None if block.is_chain else tree.subtree_end_U[span] - block.start
-        return self.policy.block_hidden(ids, self._context(stack, block.depth, tree.trie.depth_U[span], end_S))
-
-    def _context(
-        self, stack: KVStack, depth: int, position_S: np.ndarray, subtree_end_S: np.ndarray | None
-    ) -> BlockContext:
-        device, dtype = self.policy.device, self.policy.dtype
-        freqs = self.policy.rope_freqs(int(position_S.max()) + 1)
-        angle_S1J = freqs[torch.from_numpy(position_S).to(device), 0, :, : freqs.shape[-1] // 2]
-        if subtree_end_S is None:
-            mask = chain_mask(len(position_S), depth, dtype, device)
-        else:
-            mask = forest_mask(torch.from_numpy(subtree_end_S), depth, dtype, device)
-        return BlockContext(
-            stack=stack,
-            kernel=self._kernel,
-            depth=depth,
-            num_rows=len(position_S),
-            cos_S1J=angle_S1J.cos().to(dtype),
-            sin_S1J=angle_S1J.sin().to(dtype),
-            mask_SK=mask,
-        )
-
-    def _stack(self, plan: WalkPlan, with_grad: bool) -> KVStack:
-        return self._stack_of(plan.stack_rows, with_grad)
-
-    def _stack_of(self, num_rows: int, with_grad: bool) -> KVStack:
-        policy = self.policy
-        return KVStack(
-            policy.shape.num_layers, policy.num_local_kv_heads, policy.shape.head_dim, num_rows, policy.dtype,
-            policy.device, with_grad,
-        )  # fmt: skip
-
-    def _stats(self, tree: _Tree, plan: WalkPlan, began: float) -> WalkStats:
-        return WalkStats(
-            row_tokens=tree.rows.num_tokens,
-            tree_tokens=tree.trie.num_tokens,
+    def _finish(
+        self, batch: TreeBatch, plan: WalkPlan, runner: BlockRunner, began: float, planned: float, predicted_s: float
+    ) -> None:
+        self.stats = WalkStats(
+            row_tokens=batch.rows.num_tokens,
+            tree_tokens=batch.num_tokens,
             num_blocks=len(plan.blocks),
-            recomputed_tokens=0,
+            num_tiles=runner.num_tiles,
+            recomputed_tokens=plan.recomputed_tokens,
+            plan_s=planned - began,
+            predicted_s=predicted_s,
+            predicted_peak_bytes=int(self.memory.peak(plan)),
             seconds=time.perf_counter() - began,
         )
 
 
-def _select(hidden_SD: torch.Tensor, index_M: np.ndarray) -> torch.Tensor:
-    """Rows ``index_M`` (increasing) of the hidden states; no copy when all are wanted."""
-    if len(index_M) == len(hidden_SD):
-        return hidden_SD
-    return hidden_SD[torch.from_numpy(index_M).to(hidden_SD.device)]
+def _reads(needed_U: np.ndarray, block: Block) -> bool:
+    return bool(needed_U[block.tokens_S].any())

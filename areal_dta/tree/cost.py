@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from areal_dta.tree.trie import SortedRows
 
-__all__ = ["TREE_TOKENS", "CostModel", "RunCosts", "flop_model"]
+__all__ = ["TREE_TOKENS", "CostModel", "RunCosts", "flop_model", "lower_bound"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,20 @@ class CostModel:
 
 
 TREE_TOKENS = CostModel(1.0, 0.0)
+
+
+def lower_bound(rows: SortedRows, num_bins: int, model: CostModel) -> tuple[float, bool]:
+    """(no cut over `num_bins` ranks has a lighter heaviest rank than this, whether the costliest row sets it).
+
+    The costliest row must go somewhere, and every rank that has work computes the prefix common to all rows: the mean
+    is at least that prefix plus an equal part of the rest.
+    """
+    if not rows.num_rows:
+        return 0.0, False
+    costliest = float(model.span(0, rows.lens_R).max())
+    common_tokens = rows.lcp_R[1:].min() if rows.num_rows > 1 else rows.lens_R[0]
+    mean = (model.tree(rows) + (num_bins - 1) * float(model.span(0, common_tokens))) / num_bins
+    return max(costliest, mean), costliest >= mean
 
 
 def flop_model(

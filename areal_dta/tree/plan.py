@@ -1,17 +1,16 @@
 """The program of a depth-first walk: blocks of trie tokens and the operations PUSH, VISIT, POP on them; pure, numpy
 only.
 
-A block is a run of consecutive trie tokens (depth-first order), so a whole subtree, or neighbouring sibling subtrees,
-are blocks as much as one segment is. ``PUSH`` computes a path block and keeps its rows on the stack for its
-descendants, ``VISIT`` computes a terminal block and runs its backward at once, ``POP`` runs the backward of the block
-pushed last and takes it off.
+``PUSH`` computes a path block whose keys and values its descendants need: with its autograd graph (``keep``), or
+without, to be computed again. ``VISIT`` computes a block with its graph and runs its backward at once; it may begin
+with tokens that were pushed without graph, whose place and gradients it then takes (``absorbs``). ``POP`` runs the
+backward of the block pushed last, computing it again if its graph was not kept.
 
-- ``classic``: one leaf per VISIT, the published walk.
-- ``auto``: neighbouring sibling subtrees are visited together as long as they have at most ``max_block_tokens`` tokens;
-  a tree mask keeps them apart. No cost model: only the token budget decides.
-- ``sparse``: the whole forest is one VISIT; memory and masked attention grow with the tree, meant for small batches.
+A block is a set of *chains*: tokens that follow each other on one path. A chain hangs on the current path or on an
+earlier chain of its block, after the first ``cut`` tokens of it, so one block may hold a trunk with all its branches,
+or branches that leave the path at different depths (a ragged prefix).
 
-Legend: U trie tokens, G segments, in depth-first order (see `areal_dta.tree.trie`).
+Legend: U trie tokens, S rows (tokens) of a block, C chains of a block.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
 
-from areal_dta.tree.trie import Trie
+__all__ = ["ON_PATH", "Block", "ChildOrder", "Op", "OpKind", "PlanKind", "PlanSettings", "WalkPlan"]
 
-__all__ = ["Block", "Op", "OpKind", "PlanKind", "PlanSettings", "WalkPlan", "plan_walk", "prune", "subtree_ends"]
-
-PlanKind = Literal["classic", "auto", "sparse"]
+PlanKind = Literal["auto", "classic", "sparse", "dense"]
+ChildOrder = Literal["lexicographic", "heavy_first", "heavy_last"]
+ON_PATH = -1
 
 
 class OpKind(Enum):
@@ -38,141 +38,133 @@ class OpKind(Enum):
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """How to cut the trie; ``max_block_tokens`` bounds a VISIT of several segments (a single leaf may be longer)."""
+    """How to cut the trie.
+
+    ``kind``: ``auto`` bundles light subtrees and keeps graphs as the memory budget allows; ``classic`` is the published
+    walk: one leaf per VISIT, inner tokens computed twice; ``sparse`` visits the whole forest at once; ``dense`` shares
+    nothing: every row alone, packed into blocks.
+
+    ``max_block_tokens`` bounds a block (``sparse`` ignores it, and a row of ``dense`` is never cut).
+    ``activation_budget`` bounds bytes of kept graphs, stack and the block at work for ``auto``; 0 derives it from the
+    longest row (`areal_dta.tree.memory.default_budget`). ``order`` is the order of children. ``cut_tail`` (classic):
+    the tail that a leaf's VISIT computes is not pushed before. ``leaf_merge`` (dense): duplicates and strict prefixes
+    of other rows are trained inside them; a prefix tree does so by construction.
+    """
 
     kind: PlanKind = "auto"
-    max_block_tokens: int = 512
+    max_block_tokens: int = 2048
+    activation_budget: int = 0
+    leaf_merge: bool = True
+    cut_tail: bool = True
+    order: ChildOrder = "lexicographic"
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(PlanKind):
             raise ValueError(f"dta.plan={self.kind!r} is not one of {', '.join(get_args(PlanKind))}")
+        if self.order not in get_args(ChildOrder):
+            raise ValueError(f"dta.order={self.order!r} is not one of {', '.join(get_args(ChildOrder))}")
         if self.max_block_tokens < 1:
             raise ValueError(f"dta.max_block_tokens={self.max_block_tokens} must be at least 1")
+        if self.activation_budget < 0:
+            raise ValueError(f"dta.activation_budget={self.activation_budget} must not be negative; 0 is automatic")
+        if not self.leaf_merge and self.kind != "dense":
+            raise ValueError(f"dta.leaf_merge=false needs dta.plan=dense: plan {self.kind!r} walks a prefix tree")
+        if not self.cut_tail and self.kind != "classic":
+            raise ValueError(f"dta.cut_tail=false needs dta.plan=classic: plan {self.kind!r} pushes no leaf")
 
-    @property
-    def visit_budget(self) -> float:
-        return {"classic": 0.0, "auto": float(self.max_block_tokens), "sparse": float("inf")}[self.kind]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
-    """Trie tokens ``start .. end-1`` below a path of ``depth`` tokens; ``subtree_end`` is one past its last descendant.
+    """Trie tokens computed together: row s of the block is trie token ``tokens_S[s]``.
 
-    ``is_chain``: each token is the parent of the next, so that the block's own mask is plain causal.
+    Chain c is rows ``start_C[c] .. start_C[c+1]-1`` (the last one ends at S), at path positions from ``depth_C[c]`` on.
+    It sees ``cut_C[c]`` tokens of chain ``parent_C[c]`` (and what they see), or that many rows of the path when the
+    parent is `ON_PATH`. Chains are in depth-first order: a chain's subtree is consecutive.
     """
 
-    start: int
-    end: int
-    depth: int
-    subtree_end: int
-    is_chain: bool
+    tokens_S: np.ndarray
+    start_C: np.ndarray
+    parent_C: np.ndarray
+    cut_C: np.ndarray
+    depth_C: np.ndarray
 
     @property
     def num_tokens(self) -> int:
-        return self.end - self.start
+        return len(self.tokens_S)
+
+    @property
+    def num_chains(self) -> int:
+        return len(self.start_C)
+
+    @property
+    def is_chain(self) -> bool:
+        return len(self.start_C) == 1
+
+    @cached_property
+    def depth(self) -> int:
+        """Rows of the path that the block needs."""
+        return int(self.cut_C[self.parent_C == ON_PATH].max())
+
+    @cached_property
+    def position_S(self) -> np.ndarray:
+        """Position of each row's token in its sequence, from 0."""
+        lens_C = np.diff(self.start_C, append=self.num_tokens)
+        return np.arange(self.num_tokens) + np.repeat(self.depth_C - self.start_C, lens_C)
+
+    @classmethod
+    def chain(cls, tokens_S: np.ndarray, depth: int) -> Block:
+        """A block of one chain below a path of ``depth`` rows."""
+        zero = np.zeros(1, np.int64)
+        return cls(tokens_S, zero, zero + ON_PATH, zero + depth, zero + depth)
 
 
 @dataclass(frozen=True)
 class Op:
+    """One step of a program.
+
+    ``absorbs``: a VISIT computes tokens again that were pushed without graph, all path rows from its first position on,
+    and takes them off the stack.
+    """
+
     kind: OpKind
     block: int
+    absorbs: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WalkPlan:
-    """Blocks in depth-first order and the program over them."""
+    """Blocks and the program over them; ``keep_B[b]``: a pushed block keeps its graph for its POP."""
 
     blocks: tuple[Block, ...]
     ops: tuple[Op, ...]
+    keep_B: tuple[bool, ...]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(block.num_tokens for block in self.blocks)
+        """Tokens computed with a graph: each live trie token once."""
+        return sum(self.blocks[op.block].num_tokens for op in self.ops if op.kind is not OpKind.PUSH)
 
-    @property
+    @cached_property
+    def recomputed_tokens(self) -> int:
+        """Tokens computed twice: pushed without a graph."""
+        return sum(
+            self.blocks[op.block].num_tokens for op in self.ops if op.kind is OpKind.PUSH and not self.keep_B[op.block]
+        )
+
+    @cached_property
     def stack_rows(self) -> int:
-        """Rows the stack must hold: the longest path plus the block on top of it."""
-        return max((block.depth + block.num_tokens for block in self.blocks), default=0)
+        """Rows of keys and values the stack must hold: the longest pushed path."""
+        pushed = (self.blocks[op.block] for op in self.ops if op.kind is OpKind.PUSH)
+        return max((block.depth + block.num_tokens for block in pushed), default=0)
 
     def digest(self) -> str:
         """Fingerprint of the program; equal on all ranks of a model-parallel group or their collectives would not
         match.
         """
-        rows = [(b.start, b.end, b.depth, b.is_chain) for b in self.blocks]
-        ops = [(op.kind.value, op.block) for op in self.ops]
-        return hashlib.sha256(repr((rows, ops)).encode()).hexdigest()
-
-
-def subtree_ends(trie: Trie) -> np.ndarray:
-    """Per trie token one past the last token of its subtree [U]."""
-    bounds_G1 = np.append(trie.segment_start_G, trie.num_tokens)
-    return np.repeat(bounds_G1[trie.segment_end_G], trie.segment_len_G)
-
-
-def plan_walk(trie: Trie, settings: PlanSettings) -> WalkPlan:
-    """The program for a trie; every trie token is in exactly one block, every PUSH has its POP, last in, first out."""
-    return _Planner(trie, settings).run()
-
-
-class _Planner:
-    """Walks sibling lists with an explicit stack, since a chain of branches may be thousands deep."""
-
-    def __init__(self, trie: Trie, settings: PlanSettings) -> None:
-        self.budget = settings.visit_budget
-        self.start = [*trie.segment_start_G.tolist(), trie.num_tokens]
-        self.end = trie.segment_end_G.tolist()
-        self.depth = trie.depth_U[trie.segment_start_G].tolist() if trie.num_segments else []
-        self.num_segments = trie.num_segments
-        self.blocks: list[Block] = []
-        self.ops: list[Op] = []
-
-    def run(self) -> WalkPlan:
-        pending: list[tuple[str, int, int]] = [("siblings", 0, self.num_segments)]
-        while pending:
-            action, first, last = pending.pop()
-            if action == "pop":
-                self.ops.append(Op(OpKind.POP, first))
-            elif action == "push":
-                pending += [("pop", len(self.blocks), 0), ("siblings", first + 1, self.end[first])]
-                self._emit(OpKind.PUSH, first, first + 1)
-            elif action == "visit":
-                self._emit(OpKind.VISIT, first, last)
-            else:
-                pending += reversed(self._split(first, last))
-        return WalkPlan(tuple(self.blocks), tuple(self.ops))
-
-    def _split(self, first: int, last: int) -> list[tuple[str, int, int]]:
-        """Cut the sibling subtrees of segments first .. last-1 into visits and pushes."""
-        actions: list[tuple[str, int, int]] = []
-        run_start = run_tokens = 0
-        segment = first
-        while segment < last:
-            after = self.end[segment]
-            tokens = self.start[after] - self.start[segment]
-            if tokens > self.budget:
-                is_leaf = after == segment + 1
-                actions.append(("visit", segment, after) if is_leaf else ("push", segment, after))
-                run_tokens = 0
-            elif run_tokens and run_tokens + tokens <= self.budget:
-                run_tokens += tokens
-                actions[-1] = ("visit", run_start, after)
-            else:
-                run_start, run_tokens = segment, tokens
-                actions.append(("visit", segment, after))
-            segment = after
-        return actions
-
-    def _emit(self, kind: OpKind, first: int, last: int) -> None:
-        start, end = self.start[first], self.start[last]
-        subtree_end = self.start[self.end[first]] if kind is OpKind.PUSH else end
-        self.ops.append(Op(kind, len(self.blocks)))
-        self.blocks.append(Block(start, end, self.depth[first], subtree_end, is_chain=last == first + 1))
-
-
-def prune(plan: WalkPlan, active_U: np.ndarray) -> WalkPlan:
-    """Leave out blocks with no active token in them or below them (their gradient is zero); block numbers change."""
-    counts = np.concatenate([[0], np.cumsum(active_U)])
-    kept = [i for i, block in enumerate(plan.blocks) if counts[block.subtree_end] > counts[block.start]]
-    renumbered = {old: new for new, old in enumerate(kept)}
-    ops = tuple(Op(op.kind, renumbered[op.block]) for op in plan.ops if op.block in renumbered)
-    return WalkPlan(tuple(plan.blocks[i] for i in kept), ops)
+        hasher = hashlib.sha256()
+        for block in self.blocks:
+            for array in (block.tokens_S, block.start_C, block.parent_C, block.cut_C, block.depth_C):
+                hasher.update(np.ascontiguousarray(array, np.int64).tobytes())
+        hasher.update(repr([(op.kind.value, op.block, op.absorbs) for op in self.ops]).encode())
+        hasher.update(bytes(self.keep_B))
+        return hasher.hexdigest()

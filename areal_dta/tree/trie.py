@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["SortedRows", "Trie", "build_trie", "sort_rows"]
+__all__ = ["SortedRows", "Trie", "build_trie", "sort_rows", "unshared_trie"]
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,41 @@ def build_trie(ids_T: np.ndarray, offsets_S1: np.ndarray) -> Trie:
         segment_parent_G=segment_parent_G,
         segment_end_G=end_G,
         leaf_segment_S=segment_U[token_index_T[offsets_S1[1:] - 1]],
+    )
+
+
+def unshared_trie(ids_T: np.ndarray, offsets_S1: np.ndarray, leaf_merge: bool) -> Trie:
+    """A forest without sharing: every row a root of its own, in input order.
+
+    With ``leaf_merge`` rows that equal another or are a strict prefix of one lie on that row's path, as in a trie.
+    Raises ValueError as `sort_rows`.
+    """
+    ids_T, offsets_S1 = _checked(ids_T, offsets_S1)
+    num_rows, lens_S = len(offsets_S1) - 1, np.diff(offsets_S1)
+    leaf_of_row_S = build_trie(ids_T, offsets_S1).leaf_of_row_S if leaf_merge else np.arange(num_rows)
+    is_leaf_S = leaf_of_row_S == np.arange(num_rows)
+    start_S = np.cumsum(lens_S * is_leaf_S) - lens_S * is_leaf_S
+    position_T = np.arange(len(ids_T)) - np.repeat(offsets_S1[:-1], lens_S)
+    token_index_T = np.repeat(start_S[leaf_of_row_S], lens_S) + position_T
+    num_tokens = int(lens_S[is_leaf_S].sum())
+    ids_U, depth_U = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int64)
+    ids_U[token_index_T], depth_U[token_index_T] = ids_T, position_T
+    num_segments = int(is_leaf_S.sum())
+    return Trie(
+        order_S=np.arange(num_rows),
+        lcp_S=np.zeros(num_rows, np.int64),
+        is_leaf_S=is_leaf_S,
+        leaf_of_row_S=leaf_of_row_S,
+        token_index_T=token_index_T,
+        offsets_S1=offsets_S1,
+        ids_U=ids_U,
+        parent_U=np.where(depth_U == 0, -1, np.arange(num_tokens) - 1),
+        depth_U=depth_U,
+        segment_start_G=start_S[is_leaf_S],
+        segment_len_G=lens_S[is_leaf_S],
+        segment_parent_G=np.full(num_segments, -1),
+        segment_end_G=np.arange(1, num_segments + 1),
+        leaf_segment_S=(np.cumsum(is_leaf_S) - 1)[leaf_of_row_S],
     )
 
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from areal_dta.engine import OptimizerSettings, ParallelSizes, Rows
-from areal_dta.engine.attention import chain_mask, forest_mask
 from areal_dta.engine.head import HeadPairs, VocabHead
-from areal_dta.engine.kernels import AttentionKernel, FlashCPUKernel, ProductKernel
+from areal_dta.engine.kernels import AttentionKernel, FlashCPUKernel, ProductKernel, merge_tile
 from areal_dta.engine.norm import RMSNorm
-from areal_dta.tree.plan import subtree_ends
-from areal_dta.tree.trie import build_trie
+from areal_dta.engine.stack import PathStack
+from areal_dta.tree.tiles import TileKind
 
 CPU = torch.device("cpu")
 
@@ -42,35 +41,68 @@ def test_norm_equals_autograd_of_its_formula() -> None:
 
 @pytest.mark.parametrize("kernel", [FlashCPUKernel(), ProductKernel()])
 @pytest.mark.parametrize(("rows", "path"), [(1, 0), (7, 0), (1, 5), (6, 9)])
-def test_kernels_equal_autograd_of_plain_attention(kernel: AttentionKernel, rows: int, path: int) -> None:
+def test_merged_tiles_equal_autograd_of_plain_attention(kernel: AttentionKernel, rows: int, path: int) -> None:
+    """A causal (or masked) tile and a rectangle, merged, against one softmax over all keys."""
     groups, repeats, dim = 2, 3, 8
-    q = random(groups, repeats, rows, dim).requires_grad_()
+    q = random(groups, rows, repeats, dim).requires_grad_()
     k, v = (random(groups, path + rows, dim, seed=s).requires_grad_() for s in (1, 2))
-    mask = chain_mask(rows, path, torch.float64, CPU)
     hidden = torch.ones(rows, path + rows, dtype=torch.bool).triu(path + 1)
-    scores = (q @ k.unsqueeze(1).transpose(-1, -2) * 0.3).masked_fill(hidden, float("-inf"))
-    want = scores.softmax(-1) @ v.unsqueeze(1)
-    upstream = random(groups, repeats, rows, dim, seed=3)
+    scores = (q.transpose(1, 2) @ k.unsqueeze(1).transpose(-1, -2) * 0.3).masked_fill(hidden, float("-inf"))
+    want = (scores.softmax(-1) @ v.unsqueeze(1)).transpose(1, 2)
+    upstream = random(groups, rows, repeats, dim, seed=3)
     want_grads = torch.autograd.grad(want, (q, k, v), upstream)
-    with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, mask, 0.3)
-        torch.testing.assert_close(out, want)
-        torch.testing.assert_close(lse.double(), scores.logsumexp(-1))
-        for grad, reference in zip(kernel.backward(upstream, q, k, v, out, lse, mask, 0.3), want_grads, strict=True):
+    square = torch.zeros(rows, rows, dtype=torch.float64).masked_fill_(hidden[:, path:], float("-inf"))
+    for kind, mask in ((TileKind.CAUSAL, None), (TileKind.MASKED, square)):
+        with torch.no_grad():
+            own = (k[:, path:], v[:, path:])
+            out, lse = (x.clone() for x in kernel.forward(kind, q, *own, mask, 0.3))
+            if path:
+                merge_tile(out, lse, *kernel.forward(TileKind.FULL, q, k[:, :path], v[:, :path], None, 0.3))
+            torch.testing.assert_close(out, want)
+            torch.testing.assert_close(lse.double(), scores.logsumexp(-1).transpose(1, 2))
+            grad_q, grad_k, grad_v = kernel.backward(kind, upstream, q, *own, out, lse, mask, 0.3)
+            if path:
+                rest = (k[:, :path], v[:, :path], out, lse, None, 0.3)
+                more_q, path_k, path_v = kernel.backward(TileKind.FULL, upstream, q, *rest)
+                grad_q = grad_q + more_q
+                grad_k, grad_v = torch.cat((path_k, grad_k), 1), torch.cat((path_v, grad_v), 1)
+        for grad, reference in zip((grad_q, grad_k, grad_v), want_grads, strict=True):
             torch.testing.assert_close(grad, reference)
 
 
-def test_forest_mask_shows_each_row_its_ancestors() -> None:
-    trie = build_trie(np.asarray([1, 2, 3, 1, 2, 4, 1, 5], np.int32), np.asarray([0, 3, 6, 8]))
-    mask = forest_mask(torch.from_numpy(subtree_ends(trie)), 2, torch.float64, CPU)
-    for row in range(trie.num_tokens):
-        ancestors, token = set(), row
-        while token >= 0:
-            ancestors.add(token)
-            token = int(trie.parent_U[token])
-        visible = set(torch.nonzero(mask[row, 2:] == 0)[:, 0].tolist())
-        assert visible == ancestors
-    assert not mask[:, :2].any()
+def test_a_push_over_rows_in_use_takes_a_new_buffer_and_shares_the_prefix() -> None:
+    stack = PathStack(1, 1, 2, 6, torch.float32, CPU, with_grad=True)
+    rows = torch.arange(12.0).view(1, 6, 2)
+    trunk = stack.push(0, 3)
+    stack.view(3).write(0, 0, rows[:, :3], rows[:, :3])
+    first = stack.push(3, 2)
+    first_view = stack.view(5)
+    first_view.write(0, 3, rows[:, 3:5], rows[:, 3:5])
+    second = stack.push(3, 3)  # the first branch has not been popped
+    second_view = stack.view(6)
+    second_view.write(0, 3, -rows[:, :3], -rows[:, :3])
+    assert torch.equal(first_view.rows(0, 0, 5)[0], rows[:, :5])
+    assert torch.equal(second_view.rows(0, 0, 3)[1], rows[:, :3])
+    assert second_view.frames == (trunk, second) and first_view.frames == (trunk, first)
+    first_view.add_grad(0, torch.ones(1, 5, 2), torch.ones(1, 5, 2))
+    second_view.add_grad(0, torch.ones(1, 6, 2), torch.ones(1, 6, 2))
+    assert trunk.grad_k_LGSH is not None and torch.equal(trunk.grad_k_LGSH, torch.full((1, 1, 3, 2), 2.0))
+    for frame in (first, second):
+        assert frame.grad_v_LGSH is not None and bool((frame.grad_v_LGSH == 1).all())
+
+
+def test_releasing_part_of_a_frame_keeps_its_upper_rows() -> None:
+    stack = PathStack(1, 1, 2, 8, torch.float64, CPU, with_grad=True)
+    frame = stack.push(0, 6)
+    stack.release(stack.frames_from(4), 4)
+    assert (frame.depth, frame.end) == (0, 4)
+    again = stack.push(4, 2)
+    view = stack.view(6)
+    view.add_grad(0, torch.ones(1, 6, 2), torch.ones(1, 6, 2))
+    assert frame.grad_k_LGSH is not None and float(frame.grad_k_LGSH.sum()) == 8
+    assert again.grad_k_LGSH is not None and float(again.grad_k_LGSH.sum()) == 4
+    stack.release((frame, again), 0)
+    assert stack.frames_from(0) == () and frame.grad_k_LGSH is None
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -109,8 +141,6 @@ def test_rows_reject_what_is_not_ragged_token_rows() -> None:
 
 
 def test_settings_name_the_value_and_the_remedy() -> None:
-    with pytest.raises(ValueError, match="pp=2.*use pp=1"):
-        ParallelSizes(pp=2)
     with pytest.raises(ValueError, match="sequence_parallel needs tp > 1"):
         ParallelSizes(sequence_parallel=True)
     with pytest.raises(ValueError, match=r"optimizer\.type='lion'"):

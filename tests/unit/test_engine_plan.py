@@ -1,137 +1,270 @@
-"""The walk's program: coverage, nesting, budgets, depth, pruning. No torch."""
+"""The walk's program: coverage, nesting, budgets, tiles. No torch."""
 
 from __future__ import annotations
+
+import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.tree.plan import OpKind, PlanSettings, WalkPlan, plan_walk, prune, subtree_ends
-from areal_dta.tree.trie import Trie, build_trie
+from areal_dta.tree.memory import MemoryModel, default_budget
+from areal_dta.tree.plan import ON_PATH, Block, OpKind, PlanSettings, WalkPlan
+from areal_dta.tree.planner import plan_walk
+from areal_dta.tree.tiles import TileKind, block_tiles, euler_mask
+from areal_dta.tree.trie import Trie, build_trie, unshared_trie
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=0, max_size=14)
-PLANS = (PlanSettings("classic"), PlanSettings("auto", 1), PlanSettings("auto", 8), PlanSettings("sparse"))
+ORDERS = ("lexicographic", "heavy_first", "heavy_last")
+PLANS = (
+    *(PlanSettings("classic", size, cut_tail=cut, order=order)
+      for size, cut, order in itertools.product((2, 64), (True, False), ORDERS)),
+    *(PlanSettings("auto", size, order=order) for size, order in itertools.product((1, 4, 8, 64), ORDERS)),
+    PlanSettings("sparse"),
+)  # fmt: skip
+MEMORY = MemoryModel(
+    bytes_per_kept_token=10.0, bytes_per_working_token=15.0, bytes_per_forward_token=3.0, bytes_per_stack_row=2.0,
+    bytes_per_grad_row=2.0, bytes_per_checkpoint_token=4.0, bytes_fixed=100.0,
+)  # fmt: skip
+
+
+def flat(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.asarray([t for row in rows for t in row], np.int32), np.cumsum([0, *map(len, rows)])
 
 
 def trie_of(rows: list[list[int]]) -> Trie:
-    offsets = np.cumsum([0, *map(len, rows)])
-    return build_trie(np.asarray([t for row in rows for t in row], np.int32), offsets)
+    return build_trie(*flat(rows))
 
 
-def replay(plan: WalkPlan, trie: Trie) -> None:
-    """Run the program on a symbolic stack: each block must find exactly its ancestors there."""
-    stack: list[int] = []
-    pushed: list[tuple[int, int]] = []
-    seen: list[int] = []
+def ancestors(trie: Trie, token: int) -> list[int]:
+    """Token and what is above it, root first."""
+    path = [token]
+    while trie.parent_U[path[-1]] >= 0:
+        path.append(int(trie.parent_U[path[-1]]))
+    return path[::-1]
+
+
+def check_block(block: Block, path: list[int], trie: Trie) -> None:
+    """Each row's ancestors are exactly what its tiles show it, each once."""
+    subtree_end_U = np.repeat(np.append(trie.segment_start_G, trie.num_tokens)[trie.segment_end_G], trie.segment_len_G)
+    shown: list[list[int]] = [[] for _ in range(block.num_tokens)]
+    covered = np.zeros(block.num_tokens, int)
+    for tile in block_tiles(block):
+        keys = path if tile.on_path else block.tokens_S.tolist()
+        own = tile.kind is not TileKind.FULL
+        visible = np.ones((tile.q_end - tile.q_start, tile.k_end - tile.k_start), bool)
+        if tile.kind is TileKind.CAUSAL:
+            visible = np.tril(visible)
+        if tile.kind is TileKind.MASKED:
+            visible = euler_mask(block.tokens_S, subtree_end_U, tile.q_start, tile.q_end)
+        if own:
+            assert (tile.q_start, tile.q_end) == (tile.k_start, tile.k_end) and not tile.on_path
+            assert not covered[tile.q_start :].any(), "own tiles come first, in row order"
+            covered[tile.q_start : tile.q_end] = 1
+        else:
+            assert covered.all(), "a rectangle merges into rows that have an output"
+        for q, k in zip(*np.nonzero(visible), strict=True):
+            shown[tile.q_start + q].append(int(keys[tile.k_start + k]))
+    for row, token in enumerate(block.tokens_S.tolist()):
+        assert sorted(shown[row]) == sorted(ancestors(trie, token))
+        assert block.position_S[row] == trie.depth_U[token]
+
+
+def replay(plan: WalkPlan, trie: Trie) -> list[int]:
+    """Run the program on a symbolic stack; returns the tokens in the order of their backward."""
+    path: list[int] = []
+    pushed: list[int] = []
+    done: list[int] = []
     for op in plan.ops:
         block = plan.blocks[op.block]
-        if op.kind is OpKind.POP:
-            index, length = pushed.pop()
-            assert index == op.block
-            del stack[length:]
-            continue
-        tokens = list(range(block.start, block.end))
-        seen += tokens
-        assert len(stack) == block.depth == trie.depth_U[block.start]
-        for token in tokens:
-            parent = trie.parent_U[token]
-            in_block = block.start <= parent < block.end
-            assert in_block or (parent == -1 and not stack) or (stack and stack[-1] == parent)
-            if block.is_chain and token > block.start:
-                assert parent == token - 1
+        tokens = block.tokens_S.tolist()
         if op.kind is OpKind.PUSH:
-            assert block.is_chain
-            pushed.append((op.block, len(stack)))
-            stack += tokens
-    assert not pushed
-    assert seen == sorted(seen)
+            assert block.is_chain and block.depth == len(path)
+            check_block(block, path, trie)
+            path += tokens
+            pushed.append(op.block)
+            assert len(path) <= plan.stack_rows
+        elif op.kind is OpKind.VISIT:
+            check_block(block, path[: block.depth] if op.absorbs else path, trie)
+            if op.absorbs:
+                assert path[block.depth :] == tokens[: len(path) - block.depth] and len(path) > block.depth
+                del path[block.depth :]
+                pushed = []  # pushed blocks of an absorbing program have no POP
+            done += tokens
+        else:
+            assert pushed.pop() == op.block
+            assert path[block.depth :] == tokens
+            del path[block.depth :]
+            done += tokens
+    assert not path and (not pushed or not any(op.kind is OpKind.POP for op in plan.ops))
+    return done
 
 
 @given(ROWS)
-@settings(max_examples=150, deadline=None)
-def test_every_token_is_computed_once_below_its_ancestors(rows: list[list[int]]) -> None:
+@settings(max_examples=120, deadline=None)
+def test_every_token_is_differentiated_once_with_all_its_ancestors_in_sight(rows: list[list[int]]) -> None:
     trie = trie_of(rows)
     for choice in PLANS:
         plan = plan_walk(trie, choice)
-        replay(plan, trie)
+        done = replay(plan, trie)
+        assert sorted(done) == list(range(trie.num_tokens))
         assert plan.num_tokens == trie.num_tokens
-        assert plan.stack_rows <= sum(map(len, rows))
+        for u in range(trie.num_tokens):
+            if trie.parent_U[u] >= 0 and choice.kind == "classic":
+                parent = int(trie.parent_U[u])
+                same_block = any({u, parent} <= set(block.tokens_S.tolist()) for block in plan.blocks)
+                assert same_block or done.index(u) < done.index(parent)
 
 
-@given(ROWS)
+@given(ROWS, st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
-def test_visits_keep_the_token_budget_unless_one_leaf_is_longer(rows: list[list[int]]) -> None:
+def test_what_is_not_needed_is_left_out(rows: list[list[int]], seed: int) -> None:
     trie = trie_of(rows)
-    for budget in (1, 5, 12):
-        for block in plan_walk(trie, PlanSettings("auto", budget)).blocks:
-            assert block.is_chain or block.num_tokens <= budget
-
-
-@given(ROWS)
-@settings(max_examples=100, deadline=None)
-def test_subtree_ends_mark_exactly_the_descendants(rows: list[list[int]]) -> None:
-    trie = trie_of(rows)
-    ends = subtree_ends(trie)
-    for token in range(trie.num_tokens):
-        inside = {token}
-        for other in range(token + 1, trie.num_tokens):
-            if int(trie.parent_U[other]) in inside:
-                inside.add(other)
-        assert sorted(inside) == list(range(token, ends[token]))
-
-
-@given(ROWS, st.integers(0, 1000))
-@settings(max_examples=100, deadline=None)
-def test_pruning_leaves_out_exactly_the_blocks_without_an_active_token_below(rows: list[list[int]], seed: int) -> None:
-    trie = trie_of(rows)
-    active = np.random.default_rng(seed).random(trie.num_tokens) < 0.15
+    need_U = np.random.default_rng(seed).random(trie.num_tokens) < 0.2
+    wanted = sorted({a for token in np.flatnonzero(need_U) for a in ancestors(trie, int(token))})
     for choice in PLANS:
-        whole = plan_walk(trie, choice)
-        pruned = prune(whole, active)
-        replay(pruned, trie)
-        kept = {(block.start, block.end) for block in pruned.blocks}
-        for block in whole.blocks:
-            assert ((block.start, block.end) in kept) == bool(active[block.start : block.subtree_end].any())
+        assert sorted(replay(plan_walk(trie, choice, None, need_U), trie)) == wanted
 
 
-def test_classic_visits_one_leaf_at_a_time() -> None:
-    plan = plan_walk(trie_of([[1, 2, 3], [1, 2, 4], [1, 5]]), PlanSettings("classic"))
-    kinds = [op.kind.value for op in plan.ops]
-    assert kinds == ["push", "push", "visit", "visit", "pop", "visit", "pop"]
+@given(ROWS, st.sampled_from((True, False)))
+@settings(max_examples=60, deadline=None)
+def test_dense_plans_share_nothing(rows: list[list[int]], leaf_merge: bool) -> None:
+    ids, offsets = flat(rows)
+    trie = unshared_trie(ids, offsets, leaf_merge)
+    plan = plan_walk(trie, PlanSettings("dense", 12, leaf_merge=leaf_merge))
+    assert sorted(replay(plan, trie)) == list(range(trie.num_tokens))
+    is_inside = [any(a != b and rows[a] == rows[b][: len(rows[a])] and (rows[a] != rows[b] or a < b)
+                     for b in range(len(rows))) for a in range(len(rows))]  # fmt: skip
+    kept = [row for row, inside in zip(rows, is_inside, strict=True) if not (leaf_merge and inside)]
+    assert trie.num_tokens == sum(map(len, kept))
+    for row in range(len(rows)):
+        assert trie.ids_U[trie.path(row)].tolist() == rows[row]
+    for block in plan.blocks:
+        assert block.num_tokens <= 12 or block.num_chains == 1
 
 
-def test_auto_bundles_small_siblings_and_keeps_the_trunk_apart() -> None:
-    trunk = list(range(50))
-    rows = [trunk + [100 + i, 200, 201] for i in range(6)]
-    plan = plan_walk(trie_of(rows), PlanSettings("auto", 10))
-    assert [(block.num_tokens, block.is_chain) for block in plan.blocks] == [(50, True), (9, False), (9, False)]
+@given(ROWS, st.integers(1, 20))
+@settings(max_examples=80, deadline=None)
+def test_blocks_stay_within_their_bound(rows: list[list[int]], size: int) -> None:
+    for kind in ("auto", "classic"):
+        plan = plan_walk(trie_of(rows), PlanSettings(kind, size))
+        visits = [plan.blocks[op.block] for op in plan.ops if op.kind is not OpKind.PUSH]
+        assert all(block.num_tokens <= size for block in visits)
 
 
-def test_sparse_is_one_visit() -> None:
-    plan = plan_walk(trie_of([[1, 2], [1, 3], [4]]), PlanSettings("sparse"))
-    assert [op.kind for op in plan.ops] == [OpKind.VISIT]
+def _held_bytes(plan: WalkPlan) -> float:
+    """Largest sum of kept graphs and the block at work."""
+    kept, worst = [], 0.0
+    for op in plan.ops:
+        tokens = plan.blocks[op.block].num_tokens
+        if op.kind is OpKind.PUSH:
+            kept.append(10.0 * tokens if plan.keep_B[op.block] else 0.0)
+            continue
+        if op.kind is OpKind.POP:
+            kept.pop()
+        worst = max(worst, sum(kept) + 15.0 * tokens)
+    return worst
 
 
-def test_thousands_of_nested_branches_need_no_recursion() -> None:
-    depth = 5000
-    trunk = list(range(depth))
-    ids = np.concatenate([np.asarray([*trunk[: i + 1], depth + i], np.int32) for i in range(0, depth, 2)])
-    lengths = [i + 2 for i in range(0, depth, 2)]
-    trie = build_trie(ids, np.cumsum([0, *lengths]))
-    plan = plan_walk(trie, PlanSettings("classic"))
-    assert plan.num_tokens == trie.num_tokens
-    assert sum(op.kind is OpKind.PUSH for op in plan.ops) == sum(op.kind is OpKind.POP for op in plan.ops) > 2000
+@given(ROWS, st.integers(4, 40), st.integers(0, 40))
+@settings(max_examples=150, deadline=None)
+def test_kept_graphs_and_the_block_at_work_fit_the_budget(rows: list[list[int]], size: int, extra: int) -> None:
+    trie = trie_of(rows)
+    longest = max(map(len, rows), default=0)
+    free = 15 * size + 10 * extra
+    budget = int(MEMORY.bytes_fixed + MEMORY.row_bytes() * longest + free)
+    plan = plan_walk(trie, PlanSettings("auto", size, activation_budget=budget), MEMORY)
+    assert sorted(replay(plan, trie)) == list(range(trie.num_tokens))
+    assert _held_bytes(plan) <= free
+    assert MEMORY.peak(plan) <= budget + MEMORY.bytes_per_forward_token * size
 
 
-def test_equal_programs_have_equal_digests() -> None:
+def test_a_smaller_budget_gives_up_the_graphs_near_the_root_first() -> None:
+    row = list(range(3, 43))
+    trie = trie_of([row])
+    plan = plan_walk(trie, PlanSettings("auto", 10), None)
+    assert plan.keep_B == (True, True, True, False) and plan.recomputed_tokens == 0
+    fixed = int(MEMORY.bytes_fixed + MEMORY.row_bytes() * 40)
+    recomputed = []
+    for blocks_kept in (3, 2, 1, 0):
+        budget = fixed + 150 + 100 * blocks_kept
+        plan = plan_walk(trie, PlanSettings("auto", 10, activation_budget=budget), MEMORY)
+        assert plan.keep_B == (blocks_kept >= 3, blocks_kept >= 2, blocks_kept >= 1, False)
+        recomputed.append(plan.recomputed_tokens)
+    assert recomputed == [0, 10, 20, 30]
+
+
+def test_a_budget_too_small_for_any_block_names_the_key_and_the_bytes_needed() -> None:
+    trie = trie_of([list(range(50))])
+    with pytest.raises(ValueError, match=r"dta.activation_budget=150 bytes is too small.*at least \d+ are needed"):
+        plan_walk(trie, PlanSettings("auto", 16, activation_budget=150), MEMORY)
+
+
+def test_short_branches_of_a_long_trunk_share_a_block_at_their_own_depths() -> None:
+    trunk = list(range(10, 40))
+    rows = [trunk[:cut] + [5, 6] for cut in (3, 9, 15, 21)] + [trunk]
+    plan = plan_walk(trie_of(rows), PlanSettings("auto", 16))
+    ragged = [block for block in plan.blocks if (block.parent_C == ON_PATH).sum() > 1]
+    assert len(ragged) == 1
+    assert len(set(ragged[0].cut_C[ragged[0].parent_C == ON_PATH].tolist())) > 1
+    assert len(plan.blocks) <= 4
+
+
+def test_siblings_are_dealt_to_the_fewest_blocks_about_equally() -> None:
+    rows = [[0, 0, i, *([7] * 4)] for i in range(1, 12)]  # 11 branches of 5 tokens
+    plan = plan_walk(trie_of(rows), PlanSettings("auto", 20))
+    visits = [plan.blocks[op.block].num_tokens for op in plan.ops if op.kind is OpKind.VISIT]
+    assert sum(visits) == 55 and len(visits) == 3 and max(visits) == 20
+
+
+def test_small_siblings_are_joined_in_masked_squares() -> None:
+    rows = [[0, 0, 0, i] for i in range(1, 900)]
+    plan = plan_walk(trie_of(rows), PlanSettings("sparse"))
+    tiles = block_tiles(plan.blocks[0])
+    assert any(tile.kind is TileKind.MASKED for tile in tiles)
+    assert len(tiles) < 60
+
+
+def test_thousands_of_levels_of_branching_are_planned() -> None:
+    trunk: list[int] = []
+    rows = []
+    for level in range(3000):
+        rows.append([*trunk, 1 + level % 2])
+        trunk.append(3)
+    trie = trie_of(rows)
+    for kind in ("auto", "sparse"):
+        plan = plan_walk(trie, PlanSettings(kind, 64))
+        assert plan.num_tokens == trie.num_tokens
+
+
+def test_digest_tells_programs_apart() -> None:
     trie = trie_of([[1, 2, 3], [1, 2, 4], [1, 5]])
-    assert plan_walk(trie, PlanSettings("classic")).digest() == plan_walk(trie, PlanSettings("auto", 1)).digest()
-    assert plan_walk(trie, PlanSettings("classic")).digest() != plan_walk(trie, PlanSettings("sparse")).digest()
+    digests = {plan_walk(trie, choice).digest() for choice in (PlanSettings("classic"), PlanSettings("sparse"),
+                                                                PlanSettings("auto", 1), PlanSettings("auto", 3))}  # fmt: skip
+    assert len(digests) == 4
+    again = plan_walk(trie, PlanSettings("classic"))
+    assert again.digest() in digests
+    assert replace(again, keep_B=(True,) * len(again.keep_B)).digest() not in digests
 
 
-def test_unknown_plan_names_the_key_and_the_valid_values() -> None:
-    with pytest.raises(ValueError, match=r"dta\.plan='fast' is not one of classic, auto, sparse"):
-        PlanSettings("fast")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"dta\.max_block_tokens=0"):
-        PlanSettings("auto", 0)
+def test_default_budget_lies_between_one_block_and_dense_training() -> None:
+    for longest in (100, 1000, 10_000, 100_000):
+        budget = default_budget(MEMORY, longest, 500)
+        assert budget >= MEMORY.bytes_fixed + MEMORY.row_bytes() * longest + 15 * 250
+        if longest >= 10_000:
+            assert budget <= 0.5 * MEMORY.dense_peak(longest)
+        assert budget <= max(
+            MEMORY.checkpointed_peak(longest) + 15 * 500, MEMORY.bytes_fixed + MEMORY.row_bytes() * longest + 15 * 251
+        )
+
+
+def test_settings_reject_what_does_not_fit_together() -> None:
+    for wrong, key in (
+        ({"kind": "fast"}, "dta.plan"), ({"max_block_tokens": 0}, "dta.max_block_tokens"),
+        ({"order": "random"}, "dta.order"), ({"activation_budget": -1}, "dta.activation_budget"),
+        ({"leaf_merge": False}, "dta.leaf_merge"), ({"cut_tail": False}, "dta.cut_tail"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=key):
+            PlanSettings(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""A walk over the stages of a pipeline, executed by one of them.
+
+Every stage walks the same plan. In the backward walk each follows its own list of forwards and backwards
+(`areal_dta.tree.schedule`), in which forwards run ahead of backwards; the path stack keeps what is still in use. A
+block pushed without graph keeps the input of its stage, so that it is computed again without asking anyone.
+
+Legend: S rows of a block, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from areal_dta.engine.attention import BlockContext
+from areal_dta.engine.block_heads import BlockGradient, BlockSink
+from areal_dta.engine.block_runner import BlockRunner
+from areal_dta.engine.megatron import MegatronPolicy
+from areal_dta.engine.pipeline import StageLink
+from areal_dta.tree.plan import Block, OpKind, WalkPlan
+from areal_dta.tree.schedule import Task, TaskKind, most_unread, stage_tasks
+
+__all__ = ["PipelineWalk"]
+
+_OPEN_SENDS = 4  # of a forward-only walk, so that stages need not keep pace block by block
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A block between its forward and its backward on this stage; ``output`` is None if it is computed again."""
+
+    context: BlockContext
+    stage_input: torch.Tensor | None
+    output: torch.Tensor | None
+
+
+class PipelineWalk:
+    """One walk of this stage; ``runner`` is new and ``link`` too."""
+
+    def __init__(self, policy: MegatronPolicy, runner: BlockRunner, link: StageLink) -> None:
+        self._policy, self._runner, self._link = policy, runner, link
+        link.allow_open(_OPEN_SENDS, 1)
+
+    # ---- forward only ----
+
+    def forward(self, plan: WalkPlan, sink: BlockSink) -> None:
+        """Hand the hidden states of every needed block to ``sink`` on the last stage, and its results to all stages."""
+        for op in plan.ops:
+            block = plan.blocks[op.block]
+            if op.kind is OpKind.POP:
+                self._runner.pop(block)
+                continue
+            context = self._runner.push(block) if op.kind is OpKind.PUSH else self._runner.visit(block, op.absorbs)
+            reads = bool(sink.needed_U[block.tokens_S].any())
+            output = self._compute(block, context, self._receive(block.num_tokens), reads)
+            if not self._link.is_last:
+                self._link.send_forward(output)
+            elif reads:
+                sink.take(block, output)
+        self._link.finish()
+        for values in sink.results():
+            self._link.broadcast_from_last(values)
+
+    # ---- backward ----
+
+    def backward(self, plan: WalkPlan, job: BlockGradient) -> None:
+        """Add the gradients of all needed blocks to the policy's buffers, not reduced over ranks."""
+        tasks = self._prepare(plan)
+        with_backward = {task.block for task in tasks if task.kind is TaskKind.BACKWARD}
+        in_flight: dict[int, _InFlight] = {}
+        for task in tasks:
+            if task.kind is TaskKind.BACKWARD:
+                self._backward(plan.blocks[task.block], in_flight.pop(task.block), job)
+                continue
+            started = self._forward(plan, task, job)
+            if task.block in with_backward:  # a push that a visit absorbs has none
+                in_flight[task.block] = started
+        if not plan.ops:
+            self._nothing()
+        self._link.finish()
+
+    def _prepare(self, plan: WalkPlan) -> tuple[Task, ...]:
+        """This stage's list; the link may have as many sends open as the lists of its neighbours ask for."""
+        stage, last = self._link.stage, self._link.num_stages - 1
+        near = {p: stage_tasks(plan.ops, p, last + 1) for p in range(max(stage - 1, 0), min(stage + 1, last) + 1)}
+        ahead = 1 if stage == last else most_unread(near[stage], near[stage + 1], TaskKind.FORWARD)
+        back = 1 if stage == 0 else most_unread(near[stage], near[stage - 1], TaskKind.BACKWARD)
+        self._link.allow_open(ahead, back)
+        return near[stage]
+
+    def _forward(self, plan: WalkPlan, task: Task, job: BlockGradient) -> _InFlight:
+        block, is_push = plan.blocks[task.block], task.op.kind is OpKind.PUSH
+        context = self._runner.push(block) if is_push else self._runner.visit(block, task.op.absorbs)
+        stage_input = self._receive(block.num_tokens)
+        keep = not is_push or plan.keep_B[task.block]
+        with torch.set_grad_enabled(keep):
+            output = self._compute(block, context, stage_input, keep and self._reads(job, block))
+        if not self._link.is_last:
+            self._link.send_forward(output)
+        return _InFlight(context, stage_input, output if keep else None)
+
+    def _backward(self, block: Block, started: _InFlight, job: BlockGradient) -> None:
+        context, output = started.context, started.output
+        if output is None:
+            context = self._runner.again(block, context)
+            output = self._compute(block, context, started.stage_input, self._reads(job, block))
+        if not self._link.is_last:
+            output.backward(self._link.recv_backward(tuple(output.shape)))
+        else:
+            output.backward(job.gradient(block, output.detach()) if output.dim() else None)
+        self._runner.release(context)
+        self._return(started.stage_input)
+
+    def _reads(self, job: BlockGradient, block: Block) -> bool:
+        return bool(job.needed_U[block.tokens_S].any())
+
+    def _nothing(self) -> None:
+        """One token with zero weight through all stages: every parameter is touched, as on ranks that have rows."""
+        stage_input = self._receive(1)
+        output = self._runner.nothing(stage_input)
+        if self._link.is_last:
+            output.backward(torch.zeros_like(output))
+        else:
+            self._link.send_forward(output)
+            output.backward(self._link.recv_backward(tuple(output.shape)))
+        self._return(stage_input)
+
+    # ---- one block ----
+
+    def _compute(
+        self, block: Block, context: BlockContext, stage_input: torch.Tensor | None, reads: bool
+    ) -> torch.Tensor:
+        """Output of this stage: what the next one needs, or on the last hidden states [S, D], a zero if nobody reads."""
+        if reads or not self._link.is_last:
+            return self._runner.hidden(block, context, stage_input)
+        return self._runner.keys_only(block, context, stage_input)
+
+    def _receive(self, num_rows: int) -> torch.Tensor | None:
+        return None if self._link.is_first else self._link.recv_forward(self._policy.stage_shape(num_rows))
+
+    def _return(self, stage_input: torch.Tensor | None) -> None:
+        if stage_input is not None:
+            assert stage_input.grad is not None
+            self._link.send_backward(stage_input.grad)

@@ -1,0 +1,112 @@
+"""Bytes a walk needs, predicted from its plan, and the budget it is given by default; pure, numpy only.
+
+Counted are tensors of the walk: autograd graphs, what a backward or a forward without graph needs on top while it runs,
+rows of the stack and their gradient accumulators. Weights, gradient buffers and optimizer state are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_dta.tree.plan import OpKind, WalkPlan
+
+__all__ = ["MemoryModel", "default_budget"]
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Per-token costs in bytes.
+
+    ``bytes_per_kept_token``: the graph of a block, all layers. ``bytes_per_working_token``: graph plus transients at the
+    worst moment of its backward. ``bytes_per_forward_token``: transients of a forward without graph.
+    ``bytes_per_stack_row`` and ``bytes_per_grad_row``: keys and values of one path position, and the accumulators of
+    their gradients. ``bytes_per_checkpoint_token``: layer inputs that dense training with full recomputation keeps.
+    ``bytes_fixed``: whatever does not grow (a chunk of logits, weight gradients on their way).
+    """
+
+    bytes_per_kept_token: float
+    bytes_per_working_token: float
+    bytes_per_forward_token: float
+    bytes_per_stack_row: float
+    bytes_per_grad_row: float
+    bytes_per_checkpoint_token: float
+    bytes_fixed: float
+
+    @classmethod
+    def of_shape(
+        cls, *, hidden: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, ffn: int, vocab: int,
+        element_bytes: int = 4, qk_norm: bool = True, tp: int = 1,
+    ) -> MemoryModel:  # fmt: skip
+        """Analytic estimate for a gated-FFN decoder of `areal_dta.engine`; calibration replaces it by measurements.
+
+        ``num_layers`` are those of this pipeline stage; sizes are of the whole model, divided by ``tp`` where sharded.
+        """
+        query, kv, ffn = num_heads * head_dim // tp, num_kv_heads * head_dim // tp, ffn // tp
+        attention = 2 * hidden + (query + 2 * kv) + 3 * query + 2 * kv + (query + kv if qk_norm else 0)
+        layer = element_bytes * (attention + 2 * hidden + 4 * ffn)
+        grad_bytes = max(4, element_bytes)
+        transient = element_bytes * (4 * ffn + 2 * hidden)
+        weights = hidden * (2 * query + 2 * kv) + 3 * hidden * ffn
+        return cls(
+            bytes_per_kept_token=num_layers * layer + 2 * element_bytes * hidden,
+            bytes_per_working_token=num_layers * layer + 2 * element_bytes * hidden + transient,
+            bytes_per_forward_token=element_bytes * (3 * ffn + 4 * hidden),
+            bytes_per_stack_row=2 * num_layers * kv * element_bytes,
+            bytes_per_grad_row=2 * num_layers * kv * grad_bytes,
+            bytes_per_checkpoint_token=num_layers * hidden * element_bytes + layer,
+            bytes_fixed=4 * max(weights, min(vocab // tp, 8192) * 512) * 2,
+        )
+
+    def dense_peak(self, num_tokens: int) -> float:
+        """Training one row of ``num_tokens`` alone, every graph kept."""
+        return self.bytes_per_working_token * num_tokens + self.bytes_fixed
+
+    def checkpointed_peak(self, num_tokens: int) -> float:
+        """The same with full recomputation, layer by layer."""
+        transient = self.bytes_per_working_token - self.bytes_per_kept_token
+        return (self.bytes_per_checkpoint_token + transient) * num_tokens + self.bytes_fixed
+
+    def row_bytes(self) -> float:
+        return self.bytes_per_stack_row + self.bytes_per_grad_row
+
+    def peak(self, plan: WalkPlan) -> float:
+        """Predicted peak bytes of a backward walk."""
+        live = peak = self.bytes_per_stack_row * plan.stack_rows
+        frames: list[tuple[int, int, float]] = []  # (first position, rows, bytes of the kept graph) of pushed blocks
+        for op in plan.ops:
+            block = plan.blocks[op.block]
+            num_tokens = block.num_tokens
+            if op.kind is OpKind.PUSH:
+                graph = self.bytes_per_kept_token * num_tokens if plan.keep_B[op.block] else 0.0
+                live += self.bytes_per_grad_row * num_tokens
+                peak = max(peak, live + (graph or self.bytes_per_forward_token * num_tokens))
+                live += graph
+                frames.append((block.depth, num_tokens, graph))
+                continue
+            is_pop = op.kind is OpKind.POP
+            kept = frames[-1][2] if is_pop else 0.0
+            peak = max(peak, live + self.bytes_per_working_token * num_tokens - kept)
+            while frames and (is_pop or op.absorbs) and frames[-1][0] + frames[-1][1] > block.depth:
+                depth, rows, graph = frames.pop()
+                left = max(block.depth - depth, 0)  # rows that an absorbing visit leaves on the path
+                live -= self.bytes_per_grad_row * rows + graph
+                if left:
+                    live += self.bytes_per_grad_row * rows  # an accumulator is freed as a whole
+                    frames.append((depth, left, 0.0))
+                    break
+        return peak + self.bytes_fixed
+
+    def _push_work(self, keep: bool) -> float:
+        return self.bytes_per_kept_token if keep else self.bytes_per_forward_token
+
+
+def default_budget(memory: MemoryModel, longest_row: int, max_block_tokens: int) -> int:
+    """Bytes for ``activation_budget=0``: what dense training with full recomputation of the longest row needs, plus one
+    block, but for rows of several blocks no more than 0.45 of what dense training needs; in any case enough for the
+    stack and half a block.
+    """
+    block = memory.bytes_per_working_token * max_block_tokens
+    generous = memory.checkpointed_peak(longest_row) + block
+    modest = max(0.45 * memory.dense_peak(longest_row), 1.5 * block + memory.bytes_fixed)
+    least = memory.bytes_fixed + memory.row_bytes() * longest_row + block / 2
+    return int(max(min(generous, modest), least + memory.bytes_per_working_token))

@@ -1,0 +1,85 @@
+"""The published walk (Dynamic Tree Attention): leaves one by one in depth-first order.
+
+Of a leaf's new tokens, those that the next leaf shares are computed without a graph, for their keys and values. Then
+the path is taken back to the point where the next leaf leaves it, block by block from the end: each block is computed
+with its graph, whether for the first or the second time, and its backward run. ``cut_tail=False`` computes the last
+block of a leaf without a graph first as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_dta.tree.forest import Forest
+from areal_dta.tree.plan import Block, Op, OpKind, WalkPlan
+
+__all__ = ["classic_plan"]
+
+
+@dataclass
+class _Leaf:
+    path: tuple[int, ...]  # segments, root first
+    length: int
+    next_lcp: int = -1  # where the next leaf leaves it
+
+
+def classic_plan(forest: Forest, max_block_tokens: int, cut_tail: bool) -> WalkPlan:
+    """The program of the published walk over ``forest``; blocks with a graph hold at most ``max_block_tokens`` tokens."""
+    blocks: list[Block] = []
+    ops: list[Op] = []
+
+    def emit(kind: OpKind, leaf: _Leaf, low: int, high: int, absorbs: bool = False) -> None:
+        ops.append(Op(kind, len(blocks), absorbs))
+        blocks.append(Block.chain(_path_tokens(forest, leaf.path, low, high), low))
+
+    on_stack = 0
+    for leaf in _leaves(forest):
+        span = leaf.length - leaf.next_lcp
+        num_blocks = math.ceil(span / max_block_tokens)
+        size = math.ceil(span / num_blocks)
+        bounds = [max(leaf.length - i * size, leaf.next_lcp) for i in range(num_blocks + 1)]
+        cached = bounds[1] if cut_tail else leaf.length
+        if cached > on_stack:
+            emit(OpKind.PUSH, leaf, on_stack, cached)
+            on_stack = cached
+        for high, low in zip(bounds[:-1], bounds[1:], strict=True):
+            if high > low:
+                emit(OpKind.VISIT, leaf, low, high, absorbs=on_stack > low)
+                on_stack = min(on_stack, low)
+    return WalkPlan(tuple(blocks), tuple(ops), (False,) * len(blocks))
+
+
+def _leaves(forest: Forest) -> list[_Leaf]:
+    leaves: list[_Leaf] = []
+    path: list[int] = []
+    pending = forest.roots[::-1]
+    while pending:
+        segment = pending.pop()
+        while path and forest.depth[path[-1]] >= forest.depth[segment]:
+            path.pop()
+        if leaves and leaves[-1].next_lcp < 0:
+            leaves[-1].next_lcp = forest.depth[segment]
+        path.append(segment)
+        if forest.children[segment]:
+            pending.extend(reversed(forest.children[segment]))
+        else:
+            leaves.append(_Leaf(tuple(path), forest.depth[segment] + forest.length(segment)))
+    if leaves:
+        leaves[-1].next_lcp = 0
+    return leaves
+
+
+def _path_tokens(forest: Forest, path: tuple[int, ...], low: int, high: int) -> np.ndarray:
+    """Trie tokens at positions low .. high-1 of a path."""
+    runs = []
+    for segment in reversed(path):
+        depth = forest.depth[segment]
+        first, last = max(low - depth, 0), min(high - depth, forest.length(segment))
+        if last > first:
+            runs.append(np.arange(forest.start[segment] + first, forest.start[segment] + last))
+        if depth <= low:
+            break
+    return np.concatenate(runs[::-1])
