@@ -8,7 +8,7 @@ Only `areal_dta.config` builds these records.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NewType
 
 __all__ = [
     "BatcherConfig",
@@ -32,6 +32,8 @@ __all__ = [
     "TrainDatasetConfig",
     "ValidDatasetConfig",
 ]
+
+Bytes = NewType("Bytes", int)  # a file may also say 2GiB, 512 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +231,14 @@ class EnvConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DtaConfig:
-    plan: Literal["auto", "classic", "sparse"] = "auto"
-    max_block_tokens: int = 512
+    plan: Literal["auto", "classic", "sparse", "dense"] = "auto"
+    max_block_tokens: int = 2048
+    activation_budget: Bytes = Bytes(0)  # saved for later backwards; 0: automatic
+    leaf_merge: bool = True
+    cut_tail: bool = True
+    order: Literal["lexicographic", "heavy_first", "heavy_last"] = "lexicographic"
+    fused_loss: bool = False  # the PPO loss inside the walk, where its log-probs would need a walk of their own
+    calibrate: bool = False  # measure block shapes at the start of a run
     max_len: int = 32768  # tokens of one training sequence
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
 
@@ -238,7 +246,7 @@ class DtaConfig:
 @dataclass(frozen=True, kw_only=True)
 class BatcherConfig:
     port: int = 0  # 0: any free port
-    partition: Literal["contiguous", "ffd_tokens", "ffd_tree"] = "contiguous"
+    partition: Literal["refined", "contiguous", "ffd_tokens", "ffd_tree"] = "refined"
     cost: Literal["flops", "tree_tokens"] = "flops"
     staleness_policy: Literal["wait", "drop", "mask", "keep"] = "wait"
     lease_timeout_s: float = 60.0

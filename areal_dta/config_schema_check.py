@@ -1,7 +1,8 @@
 """Check a nested mapping against the key tables, fill in defaults and build the records of `config_schema`.
 
 A type is spelled as in `areal_keys.json`: ``int float bool str dict``, ``list[T]``, ``@Section``, each with ``?`` when
-it may be null. Everything here is pure: no file but the key table is read, nothing is mutated.
+it may be null; ours may also be ``Bytes``, a number of bytes with an optional unit. Everything here is pure: no file
+but the key table is read, nothing is mutated.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -19,12 +21,13 @@ from typing import Any, TypeVar
 
 from areal_dta import config_schema
 
-__all__ = ["ConfigError", "Key", "build", "fill", "is_areal_key", "nearest", "sections", "table"]
+__all__ = ["ConfigError", "Key", "build", "fill", "is_areal_key", "nearest", "parse_bytes", "sections", "table"]
 
 MANDATORY = "???"
 ENFORCED_CHOICES = ("OptimizerConfig", "NormConfig", "RejectionSamplingConfig")
 ROOT = "PPOConfig"
 COPIES = ("ref.", "critic.", "teacher.", "eval_gconfig.", "valid_dataset.")  # sections that repeat another's keys
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)?")
 T = TypeVar("T")
 
 
@@ -151,7 +154,22 @@ def _typed(value: Any, spelled: str, where: str) -> Any:
     return _scalar(value, spelled, where)
 
 
+def parse_bytes(value: Any, where: str) -> int:
+    """Bytes of a whole number or of text such as ``2GiB``, ``1.5 GB``, ``512M`` (i: powers of 1024). Raises
+    ConfigError.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and float(value).is_integer():
+        return int(value)
+    found = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(f"{where}={value!r} must be a number of bytes, not negative; a unit may follow, as in 2GiB")
+    number, prefix, binary = found.groups()
+    return round(float(number) * (1024 if binary else 1000) ** (" KMGT".index(prefix.upper()) if prefix else 0))
+
+
 def _scalar(value: Any, spelled: str, where: str) -> Any:
+    if spelled == "Bytes":
+        return parse_bytes(value, where)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if spelled == "int" and number and float(value).is_integer():
         return int(value)

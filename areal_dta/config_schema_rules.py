@@ -125,6 +125,10 @@ def derive(given: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
     partition = "ffd_tokens" if raw.get("packing_algorithm") == "ffd" else None
     if partition is not None:
         _same(_section(raw, "batcher"), "batcher.partition", partition, "packing_algorithm=ffd's method")
+    mode, dta = raw.get("tree_training_mode", "dta"), _section(raw, "dta")
+    for key, default in (("plan", "auto"), ("calibrate", False)):
+        if mode != "dta" and dta.get(key, default) != default:
+            notices.append(f"dta.{key}={dta[key]} has no effect with tree_training_mode={mode}")
     if raw.get("async_training") is False and rollout.get("max_head_offpolicyness", 0) != 0:
         notices.append(
             f"async_training=false: rollout.max_head_offpolicyness={rollout['max_head_offpolicyness']} becomes 0"
@@ -171,6 +175,7 @@ def check_values(config: PPOConfig) -> None:
         if (name or where == "experiment_name") and not _NAME.fullmatch(name):
             raise ConfigError(f"{where}={name!r} becomes a folder name; use letters, digits, dots, dashes, underscores")
     _check_dotted(config)
+    _check_dta(config)
     _check_train(config)
     _check_rollout(config)
 
@@ -210,15 +215,27 @@ def _check_dotted(config: PPOConfig) -> None:
             raise ConfigError(f"{where}={name!r} must be a dotted name such as package.module.Name")
 
 
+def _check_dta(config: PPOConfig) -> None:
+    dta = config.dta
+    for key, needed in (("leaf_merge", "dense"), ("cut_tail", "classic")):
+        if not getattr(dta, key) and dta.plan != needed:
+            raise ConfigError(
+                f"dta.{key}=false has no meaning with dta.plan={dta.plan}; remove it or set dta.plan={needed}"
+            )
+    if dta.fused_loss:
+        for where in ("actor.importance_sampling_level", "actor.rejection_sampling.level"):
+            if _lookup(config, where) not in (None, "token"):
+                raise ConfigError(
+                    f"dta.fused_loss=true with {where}={_lookup(config, where)}: a fused loss sums over tokens; set "
+                    f"dta.fused_loss=false or {where}=token"
+                )
+
+
 def _check_train(config: PPOConfig) -> None:
     alloc = parse_allocation(config.actor.backend, "actor.backend")
     where = f"actor.backend={config.actor.backend}"
     if alloc.backend != "megatron":
         raise ConfigError(f"{where}: training runs on megatron; write megatron:{str(alloc).partition(':')[2]}")
-    if alloc.pp > 1:
-        raise ConfigError(
-            f"{where}: pipeline parallelism (p{alloc.pp}) is not in this version; use p1 and raise d or t"
-        )
     if alloc.cp > 1:
         raise ConfigError(f"{where}: context parallelism (c{alloc.cp}) is not supported on a prefix tree; use c1 or t")
     if alloc.ep > 1:

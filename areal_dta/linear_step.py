@@ -153,7 +153,10 @@ def loss_coefficients(
 
 
 class LinearStep:
-    """The three parts on one rank. With ``reuse_forward`` part 1 may be a look-up in the forward pass just done."""
+    """The three parts on one rank. With ``reuse_forward`` part 1 may be a look-up in the forward pass just done.
+
+    This is a policy's step; `areal_dta.value_step` is a critic's.
+    """
 
     def __init__(self, policy: MegatronPolicy, engine: Engine, temperature: float, reuse_forward: bool) -> None:
         self.policy, self.engine = policy, engine
@@ -184,7 +187,7 @@ class LinearStep:
         ``need_T`` (bool) limits the work to these positions; the others hold 0.
         """
         remember = remember and self.reuse_forward
-        values = self.engine.forward(rows, temperature=self.temperature, want_entropy=remember, need_T=need_T)
+        values = self._compute(rows, remember, need_T)
         if remember:
             self._memo.store(self._generation, self.temperature, rows, values, need_T)
         return values
@@ -196,7 +199,32 @@ class LinearStep:
             if known is not None:
                 self.num_reused += 1
                 return known
-        return self.engine.forward(rows, temperature=self.temperature, want_entropy=True, need_T=need_T)
+        return self._compute(rows, True, need_T)
+
+    def _compute(self, rows: Rows, want_entropy: bool, need_T: np.ndarray | None) -> RowValues:
+        """Part 1 without a memory."""
+        return self.engine.forward(rows, temperature=self.temperature, want_entropy=want_entropy, need_T=need_T)
+
+    def _loss(self, values: RowValues, packed: dict[str, Any], loss_fn: LossFn) -> torch.Tensor:
+        entropy_T = torch.zeros_like(values.logprobs_T) if values.entropy_T is None else values.entropy_T
+        return loss_fn(values.logprobs_T.float(), entropy_T.float(), packed)
+
+    def _differentiate(
+        self, values: RowValues, rows: Rows, packed: dict[str, Any], loss_fn: LossFn, scale: float,
+        need_T: np.ndarray | None,
+    ) -> Coefficients:  # fmt: skip
+        """Part 2."""
+        return loss_coefficients(values, rows, packed, loss_fn, scale, need_T)
+
+    def _walk_back(self, rows: Rows, coefficients: Coefficients) -> None:
+        """Part 3."""
+        self.engine.backward(
+            rows,
+            coefficients.dlogp_T,
+            coefficients.dentropy_T,
+            temperature=self.temperature,
+            sync=self.gradient_sync,
+        )
 
     def accumulate(
         self,
@@ -216,20 +244,28 @@ class LinearStep:
         self.policy.zero_grad()
         local, total = self.weights(packed, loss_weight_fn)
         scale = local / total if total > 0 else 0.0
-        coefficients = loss_coefficients(self.part1(rows, need_T), rows, packed, loss_fn, scale, need_T)
+        coefficients = self._differentiate(self.part1(rows, need_T), rows, packed, loss_fn, scale, need_T)
         self.last = (rows, coefficients)
         if total <= 0:
             return None
         if self.sum_over_ranks(coefficients.num_not_finite) > 0:
             return math.nan
-        self.engine.backward(
-            rows,
-            coefficients.dlogp_T,
-            coefficients.dentropy_T,
-            temperature=self.temperature,
-            sync=self.gradient_sync,
-        )
+        self._walk_back(rows, coefficients)
         return self.sum_over_ranks(coefficients.loss * scale if scale else 0.0)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        rows: Rows,
+        packed: dict[str, Any],
+        loss_fn: LossFn,
+        loss_weight_fn: WeightFn,
+        need_T: np.ndarray | None = None,
+    ) -> float | None:
+        """The loss of `accumulate` without gradients; None when no rank has any weight."""
+        local, total = self.weights(packed, loss_weight_fn)
+        loss = self._loss(self.part1(rows, need_T), packed, loss_fn)
+        return self.sum_over_ranks(float(loss) * local / total if local else 0.0) if total > 0 else None
 
     def weights(self, packed: dict[str, Any], loss_weight_fn: WeightFn) -> tuple[float, float]:
         """(this rank's loss weight, that of all data-parallel ranks)."""

@@ -173,7 +173,7 @@ def _train(engine: _GradientProbe, shard: Shard) -> ModeResult:
     actor.ppo_update([minibatch])
     stats = engine.export_stats()
     assert engine.step.last is not None
-    return ModeResult(stats["ppo_actor/update/loss"], engine.step.last[1].dlogp_T, engine.gradients)
+    return ModeResult(stats["ppo_actor/update/batch_loss"], engine.step.last[1].dlogp_T, engine.gradients)
 
 
 def compare(modes: list[str], results: Sequence[ModeResult], shard: Shard, dp: int) -> ReplayReport:

@@ -29,9 +29,12 @@ from megatron.core import parallel_state
 
 from areal_dta.bridge import lr_schedule, optimizer_settings
 from areal_dta.engine import MegatronPolicy, ParallelSizes, PlanSettings, init_process_group, make_engine
+from areal_dta.engine.calibrate import calibrated
+from areal_dta.fused_step import FusedStep
 from areal_dta.linear_step import LinearStep, LossFn, WeightFn, flat_mask, pad_values
 from areal_dta.lr_schedule import LrSchedule
 from areal_dta.publish import PublishError, finish_version, publish_until, staging_folder
+from areal_dta.value_step import ValueStep
 
 __all__ = ["DtaTrainEngine", "EngineSettings"]
 
@@ -48,6 +51,7 @@ class EngineSettings:
 
     mode: str = "dta"  # tree_training_mode: disabled (one row at a time), sparse, dta
     plan: PlanSettings | None = None
+    calibration: Path | None = None  # file of measured block costs, written if it does not hold here; None: estimates
     rank: int | None = None
     world_size: int | None = None
     master_addr: str | None = None
@@ -55,6 +59,7 @@ class EngineSettings:
     timeout_s: float = 600.0  # of every collective
     seed: int = 1
     reuse_forward: bool = True  # part 1 of the first minibatch from the proximal log-probs of the same weights
+    fused_loss: bool = False  # AReaL's token-level PPO loss inside the walk where part 1 would be a walk of its own
     loss_positions_only: bool = False  # project hidden states where PPOActor's loss masks ask for it; 0 elsewhere
     run_epoch: int = 0  # of published weight versions
     router: str | None = None
@@ -67,7 +72,8 @@ class DtaTrainEngine(TrainEngine):
 
     `config` gives path, dtype, temperature, optimizer and ``backend`` (``megatron:d2t1p1``). Batches are AReaL's padded
     dicts (or lists of them). Every data-parallel rank needs at least one row per call; a placeholder without loss
-    tokens will do (`areal_dta.bridge`).
+    tokens will do (`areal_dta.bridge`). With ``is_critic`` values take the place of log-probs (AReaL's ``PPOCritic``,
+    reward models); there is no dropout before the value head.
     """
 
     def __init__(self, config: TrainEngineConfig, settings: EngineSettings | None = None) -> None:
@@ -121,10 +127,15 @@ class DtaTrainEngine(TrainEngine):
             dtype=getattr(torch, self.config.dtype),
             seed=self.settings.seed,
             trainable=optimizer is not None,
+            value_head=self.config.is_critic,
             timeout_s=self.settings.timeout_s,
         )
-        engine = make_engine(self.settings.mode, policy, self.settings.plan)
-        self._step = LinearStep(policy, engine, self.config.temperature, self.settings.reuse_forward)
+        s, costs = self.settings, None
+        if s.calibration is not None and s.mode == "dta" and optimizer is not None:
+            costs = calibrated(policy, s.plan or PlanSettings(), s.calibration)
+        engine = make_engine(s.mode, policy, s.plan, costs)
+        step = ValueStep if self.config.is_critic else FusedStep if self.settings.fused_loss else LinearStep
+        self._step = step(policy, engine, self.config.temperature, self.settings.reuse_forward)
         if optimizer is not None and ft_spec is not None:
             self._schedule = lr_schedule(optimizer, ft_spec.total_train_steps)
 
@@ -232,7 +243,7 @@ class DtaTrainEngine(TrainEngine):
         output_seqlens: list[int] | None = None,
         aggregate_fn: Callable[[list[torch.Tensor]], torch.Tensor] = torch.cat,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Log-probs ``[S, L]`` of a padded batch, position t holding token t+1's; a list gives a list.
+        """Log-probs ``[S, L]`` of a padded batch, position t holding token t+1's; a list gives a list. Critic: values.
 
         There are no micro-batches, so `aggregate_fn` has nothing to do; `output_seqlens` may only repeat the batch's
         own lengths.
@@ -253,33 +264,28 @@ class DtaTrainEngine(TrainEngine):
         """One optimizer step on one minibatch: the linearised step (`areal_dta.linear_step`).
 
         `loss_fn` sees this rank's whole minibatch at once, packed as AReaL packs micro-batches (``cu_seqlens``, 1-D
-        token arrays). If no rank has any loss weight there is nothing to learn: statistics are recorded, no step is
-        made (``update_successful`` 0).
+        token arrays). Without loss weight on any rank statistics are recorded and no step is made
+        (``update_successful`` 0). The loss is ``batch_loss``: AReaL's loss functions record a ``loss`` of their own.
         """
         batch, _ = _as_batch(input_)
-        need_T = self._loss_positions(batch)
-        loss = self.step.accumulate(self.step.rows_of(batch), pack_tensor_dict(batch), loss_fn, loss_weight_fn, need_T)
+        rows, packed, need_T = self.step.rows_of(batch), pack_tensor_dict(batch), self._loss_positions(batch)
+        loss = self.step.accumulate(rows, packed, loss_fn, loss_weight_fn, need_T)
         if loss is None or not math.isfinite(loss):
             norm = 0.0 if loss is None else math.nan
-            return {"update_successful": 0.0, "grad_norm": norm, "lr": self.lr, "loss": norm}
-        return {**self.optimizer_step(), "loss": loss}
+            return {"update_successful": 0.0, "grad_norm": norm, "lr": self.lr, "batch_loss": norm}
+        return {**self.optimizer_step(), "batch_loss": loss}
 
     @torch.no_grad()
     def eval_batch(self, input_: BatchInput, loss_fn: LossFn, loss_weight_fn: WeightFn) -> torch.Tensor | None:
         """The loss of `train_batch` without a step, over all data-parallel ranks; None when no rank has any weight."""
         batch, _ = _as_batch(input_)
-        packed = pack_tensor_dict(batch)
-        local, total = self.step.weights(packed, loss_weight_fn)
-        values = self.step.part1(self.step.rows_of(batch), self._loss_positions(batch))
-        entropy_T = torch.zeros_like(values.logprobs_T) if values.entropy_T is None else values.entropy_T
-        loss = loss_fn(values.logprobs_T.float(), entropy_T.float(), packed)
-        if total <= 0:
-            return None
-        return torch.tensor(self.step.sum_over_ranks(float(loss) * local / total if local else 0.0))
+        rows, packed, need_T = self.step.rows_of(batch), pack_tensor_dict(batch), self._loss_positions(batch)
+        loss = self.step.evaluate(rows, packed, loss_fn, loss_weight_fn, need_T)
+        return None if loss is None else torch.tensor(loss)
 
     def _loss_positions(self, batch: dict[str, Any]) -> np.ndarray | None:
         """Where the (rolled) loss mask is set, if only these positions are to be computed."""
-        if not self.settings.loss_positions_only:
+        if not self.settings.loss_positions_only or "loss_mask" not in batch:
             return None
         return flat_mask(batch["loss_mask"], batch["attention_mask"])
 

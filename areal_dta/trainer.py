@@ -31,6 +31,7 @@ from areal_dta.batcher_link import BatcherLink, WaitTimeout
 from areal_dta.bridge import actor_config, batch_of_shard, finetune_spec, flat_of_padded, make_actor, minibatches
 from areal_dta.checkpoints import STATE, CheckpointSchedule, CheckpointStore, TrainerState
 from areal_dta.config import Config, load_run_config
+from areal_dta.config_schema import DtaConfig
 from areal_dta.engine import PlanSettings
 from areal_dta.process_log import set_up_logging
 from areal_dta.publish import prune_versions
@@ -79,19 +80,23 @@ class Trainer:
         config.backend = f"megatron:d{plan.dp}t{plan.tp}p{plan.pp}"
         settings = EngineSettings(
             mode=self.config.tree_training_mode,
-            plan=PlanSettings(kind=self.config.dta.plan, max_block_tokens=self.config.dta.max_block_tokens),
+            plan=_plan_settings(self.config.dta),
+            calibration=self.run_dir / "calibration.json" if self.config.dta.calibrate else None,
             rank=self.rank,
             world_size=plan.trainer_world_size,
             master_addr=plan.trainer_master_addr,
             master_port=plan.trainer_master_port,
             timeout_s=self.timeout_s + COLLECTIVE_MARGIN_S,
             seed=self.config.seed,
+            fused_loss=self.config.dta.fused_loss,
             loss_positions_only=True,
             run_epoch=plan.epoch,
             router=plan.router,
             api_key=plan.api_key,
             publish_timeout_s=self.timeout_s,
         )
+        if settings.calibration is None and settings.mode == "dta":
+            log.info("block costs are estimates from the model's shape; dta.calibrate=true measures them")
         engine = DtaTrainEngine(config, settings)
         engine.create_process_group()
         engine.initialize(None, finetune_spec(self.total_steps))
@@ -281,6 +286,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         _exit_now(1, f"trainer.{args.index} failed: {type(error).__name__}: {' '.join(str(error).split())}")
     log.info("trainer.%d finished", args.index)
     return 0
+
+
+def _plan_settings(dta: DtaConfig) -> PlanSettings:
+    return PlanSettings(
+        kind=dta.plan,
+        max_block_tokens=dta.max_block_tokens,
+        activation_budget=dta.activation_budget,
+        leaf_merge=dta.leaf_merge,
+        cut_tail=dta.cut_tail,
+        order=dta.order,
+    )
 
 
 def _num_items(path: Path) -> int:

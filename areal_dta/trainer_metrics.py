@@ -19,7 +19,7 @@ __all__ = ["Mismatch", "current_rows", "gather_rows", "measure_mismatch", "train
 
 # published name -> name in AReaL's statistics: means over loss tokens, reduced over data-parallel ranks
 AREAL_NAMES = {
-    "train/loss": "ppo_actor/update/loss",
+    "train/loss": "ppo_actor/update/batch_loss",
     "train/grad_norm": "ppo_actor/update/grad_norm",
     "train/lr": "ppo_actor/update/lr",
     "train/update_successful": "ppo_actor/update/update_successful",

@@ -17,6 +17,7 @@ __all__ = ["main"]
 EXIT_WRONG_INPUT = 2
 EXIT_STOPPED = 130
 MAX_PORT = 65_535
+PLANS = ("auto", "classic", "sparse", "dense")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +66,31 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--run-dir", type=Path, help="folder of the run (default: fileroot/experiment/trial)")
     _output_options(run)
 
+    plan = _command(commands, "plan", _plan, "the prefix tree of a trace, and what training on it will cost")
+    plan.add_argument(
+        "file", type=Path, metavar="TRACE", help="npz file with ids and offsets (or a CONFIG: run --dry-run)"
+    )
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help=argparse.SUPPRESS)
+    plan.add_argument("--ranks", type=_count, metavar="K", help="data-parallel ranks to cut the rows over (default: 1)")
+    plan.add_argument("--partition", metavar="METHOD", help="how they are cut (default: refined)")
+    plan.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder; only its config.json is read")
+    plan.add_argument("--plan", choices=PLANS, help="how the trie is cut into blocks (default: auto)")
+    plan.add_argument("--max-block-tokens", type=_count, metavar="N", help="tokens of one block (default: 2048)")
+    plan.add_argument(
+        "--activation-budget", metavar="BYTES", help="of saved activations, such as 2GiB (default: automatic)"
+    )
+    plan.add_argument("--calibration", type=Path, metavar="FILE", help="measured costs, RUN/calibration.json")
+    plan.add_argument(
+        "--rows", choices=("episodes", "turns"), help="what a row is (default: turns, if the file has any)"
+    )
+    plan.add_argument(
+        "--where", action="append", default=[], metavar="field=value", help="only episodes with that value"
+    )
+    plan.add_argument("--dtype", help="of activations, for estimates (default: the model's)")
+    plan.add_argument("--tp", type=_count, metavar="N", help="tensor-parallel ranks, for estimates (default: 1)")
+    plan.add_argument("--compare", action="store_true", help="also plan it in the other ways")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+
     resume = _command(commands, "resume", _resume, "continue a failed or stopped run from its last checkpoint")
     _run_argument(resume)
     _output_options(resume)
@@ -97,6 +123,12 @@ def _port(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 (any free one) to {MAX_PORT}")
 
 
+def _count(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number above 0")
+
+
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
@@ -121,6 +153,12 @@ def _run(args: argparse.Namespace) -> int:
     from launcher.commands import run
 
     return run(args.config, args.overrides, args.dry_run, args.json, args.run_dir, not args.no_progress)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from launcher.plan_command import plan
+
+    return plan(args)
 
 
 def _resume(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {
     "partition": ("scripts.benchlib.partition", "cuts of a batch over ranks: balance, duplicates, seconds"),
+    "pipeline": ("scripts.benchlib.pipeline", "idle time and memory of pipeline stages on a plan, simulated"),
     "tree": ("scripts.benchlib.tree", "training step of the tree engine against dense rows"),
 }
 _QUIET = {

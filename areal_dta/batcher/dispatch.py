@@ -17,11 +17,10 @@ from areal_dta.batcher.rewards import episode_moments, shape, standardise
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.batcher.staleness import fresh_mask
 from areal_dta.records import Shard, Trajectory
-from areal_dta.tree.cost import TREE_TOKENS
-from areal_dta.tree.partition import bin_cost, partition
-from areal_dta.tree.trie import SortedRows, sort_rows
+from areal_dta.tree.minibatch import cut_minibatches, deal_groups
+from areal_dta.tree.trie import sort_rows
 
-__all__ = ["Batch", "BatchStats", "assemble", "deal_minibatches"]
+__all__ = ["Batch", "BatchStats", "assemble"]
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,16 @@ def assemble(groups: Sequence[Sequence[Episode]], step: int, epoch: int, setting
     """
     rows = _rows(groups, step, settings)
     order = sort_rows(rows.input_ids_T, rows.offsets_S1)
-    members, costs, tree_tokens = _cut(rows, order, settings)
+    minibatch_R = rows.minibatch_S[order.order_R]
+    cuts = cut_minibatches(
+        order, minibatch_R, settings.num_minibatches, settings.num_ranks, settings.partition, settings.cost
+    )
+    costs, tree_tokens = cuts.costs_MK.sum(axis=0).tolist(), cuts.tree_tokens_MK.sum(axis=0).tolist()
     totals = (len(rows.rewards_S), int(rows.loss_mask_T.sum()))
     shards = tuple(
         _shard(
             rows,
-            members[k],
+            order.order_R[cuts.of_rank(k)],
             step=step,
             rank=k,
             world_size=settings.num_ranks,
@@ -113,13 +116,6 @@ def assemble(groups: Sequence[Sequence[Episode]], step: int, epoch: int, setting
     return Batch(shards, stats, tuple(_trajectory(e) for e in flat))
 
 
-def deal_minibatches(num_groups: int, num_minibatches: int, seed: int, step: int) -> np.ndarray:
-    """The minibatch of each group: a seeded deal, group counts differ by at most one."""
-    deal = np.empty(num_groups, np.int32)
-    deal[np.random.default_rng([seed, step]).permutation(num_groups)] = np.arange(num_groups) % num_minibatches
-    return deal
-
-
 def _trajectory(episode: Episode) -> Trajectory:
     if episode.trajectory is None:
         raise LookupError(f"the arrays of episode {episode.key} are gone: a checkpoint already covers it")
@@ -130,7 +126,7 @@ def _rows(groups: Sequence[Sequence[Episode]], step: int, settings: BatcherSetti
     shaped = [[shape(_trajectory(e).rewards_S, settings.rewards) for e in group] for group in groups]
     moments = [np.asarray([episode_moments(r) for r in group]) for group in shaped]
     means, divisors = standardise([m[:, 0] for m in moments], settings.rewards, within=[m[:, 1] for m in moments])
-    deal = deal_minibatches(len(groups), settings.num_minibatches, settings.seed, step)
+    deal = deal_groups(len(groups), settings.num_minibatches, settings.seed, step)
     trajectories, rewards, counts, minibatches = [], [], [], []
     for g, group in enumerate(groups):
         for i, episode in enumerate(group):
@@ -157,22 +153,6 @@ def _rows(groups: Sequence[Sequence[Episode]], step: int, settings: BatcherSetti
         launches_S=np.repeat([launch_of(t.lease_id) for t in trajectories], counts),
         minibatch_S=np.repeat(minibatches, counts),
     )
-
-
-def _cut(rows: _Rows, order: SortedRows, settings: BatcherSettings) -> tuple[list[np.ndarray], list[float], list[int]]:
-    """Rows, cost and tree tokens of every rank. Every optimizer step is a barrier, so each minibatch is cut on its
-    own.
-    """
-    members: list[list[np.ndarray]] = [[] for _ in range(settings.num_ranks)]
-    costs, tree_tokens = [0.0] * settings.num_ranks, [0] * settings.num_ranks
-    for m in range(settings.num_minibatches):
-        positions = np.flatnonzero(rows.minibatch_S[order.order_R] == m)
-        part = order.subset(positions)
-        for k, chosen in enumerate(partition(settings.partition, part, settings.num_ranks, settings.cost)):
-            members[k].append(positions[chosen])
-            costs[k] += bin_cost(part, chosen, settings.cost)
-            tree_tokens[k] += int(bin_cost(part, chosen, TREE_TOKENS))
-    return [order.order_R[np.sort(np.concatenate(m))] for m in members], costs, tree_tokens
 
 
 def _shard(rows: _Rows, members: np.ndarray, **fields: Any) -> Shard:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from areal_dta.tree.cost import TREE_TOKENS, CostModel
+from areal_dta.tree.partition import DEFAULT_METHOD
 
 __all__ = ["BatcherSettings", "RewardSettings", "SettingsError"]
 
@@ -50,7 +51,7 @@ class BatcherSettings:
     max_concurrent: int | None = None
     num_eval_items: int = 0
     eval_samples: int = 1
-    partition: str = "contiguous"
+    partition: str = DEFAULT_METHOD
     cost: CostModel = TREE_TOKENS
     staleness_policy: StalenessPolicy = "wait"
     lease_timeout_s: float = 60.0

@@ -112,9 +112,21 @@ class _TreeAttentionFunction(torch.autograd.Function):
         grad_k, grad_v = (torch.zeros((g, s, h), dtype=wide, device=grad.device) for _ in range(2))
         for tile, mask in block.tiles:
             span, keys = slice(tile.q_start, tile.q_end), slice(tile.k_start, tile.k_end)
-            k, v = block.path.rows(ctx.layer, tile.k_start, tile.k_end) if tile.on_path else (k_GSH[:, keys], v_GSH[:, keys])
+            k, v = (
+                block.path.rows(ctx.layer, tile.k_start, tile.k_end)
+                if tile.on_path
+                else (k_GSH[:, keys], v_GSH[:, keys])
+            )
             tile_q, tile_k, tile_v = block.kernel.backward(
-                tile.kind, grad_GSRH[:, span], q_GSRH[:, span], k, v, out_GSRH[:, span], lse_GSR[:, span], mask, ctx.scale
+                tile.kind,
+                grad_GSRH[:, span],
+                q_GSRH[:, span],
+                k,
+                v,
+                out_GSRH[:, span],
+                lse_GSR[:, span],
+                mask,
+                ctx.scale,
             )
             grad_q[:, span] += tile_q
             if tile.on_path:
@@ -122,6 +134,7 @@ class _TreeAttentionFunction(torch.autograd.Function):
             else:
                 grad_k[:, keys] += tile_k
                 grad_v[:, keys] += tile_v
+            del tile_q, tile_k, tile_v  # a long path's gradients are large: not two tiles' at once
         _take_descendants(block, ctx.layer, grad_k, grad_v)
         cos, sin = block.cos_S1J, -block.sin_S1J
         grad_q_SGRH = _rotate(grad_q.to(grad.dtype).transpose(0, 1), cos.unsqueeze(1), sin.unsqueeze(1))
@@ -130,12 +143,10 @@ class _TreeAttentionFunction(torch.autograd.Function):
 
 
 class _KeysAndValuesFunction(torch.autograd.Function):
-    """Keys and values of rows whose output nobody reads: the root of a graph whose gradient is what descendants left."""
+    """Keys and values of rows whose output nobody reads: a graph whose gradient is what descendants left."""
 
     @staticmethod
-    def forward(
-        ctx: Any, k_SGH: torch.Tensor, v_SGH: torch.Tensor, block: BlockContext, layer: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, k_SGH: torch.Tensor, v_SGH: torch.Tensor, block: BlockContext, layer: int) -> torch.Tensor:
         _own_rows(block, layer, k_SGH, v_SGH)
         ctx.block, ctx.layer, ctx.shape, ctx.dtype = block, layer, k_SGH.shape, k_SGH.dtype
         return k_SGH.new_zeros(())
@@ -154,7 +165,7 @@ class _KeysAndValuesFunction(torch.autograd.Function):
 def _own_rows(
     block: BlockContext, layer: int, k_SGH: torch.Tensor, v_SGH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated keys and values ``[G, S, H]`` of the block; written to the path, and then views of it, if it is pushed."""
+    """Rotated keys and values ``[G, S, H]`` of the block; of a pushed one written to the path, and views of it."""
     k_GSH = _rotate(k_SGH.transpose(0, 1), block.cos_S1J.squeeze(1), block.sin_S1J.squeeze(1))
     v_GSH = v_SGH.transpose(0, 1)
     if not block.writes:
@@ -175,9 +186,7 @@ def _take_descendants(block: BlockContext, layer: int, grad_k_GSH: torch.Tensor,
             grad_v_GSH[:, own] += frame.grad_v_LGSH[layer, :, theirs]
 
 
-def keys_and_values_only(
-    key: torch.Tensor, value: torch.Tensor, block: BlockContext, layer: int
-) -> torch.Tensor:
+def keys_and_values_only(key: torch.Tensor, value: torch.Tensor, block: BlockContext, layer: int) -> torch.Tensor:
     """Put keys and values ``[s, 1, G, H]`` of a last layer on the path; returns the root of their graph (a zero)."""
     return _KeysAndValuesFunction.apply(key[: block.num_rows, 0], value[: block.num_rows, 0], block, layer)
 

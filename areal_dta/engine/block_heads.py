@@ -27,6 +27,10 @@ class BlockSink(Protocol):
 
     def take(self, block: Block, hidden_SD: torch.Tensor) -> None: ...
 
+    def results(self) -> list[torch.Tensor]:
+        """What the last pipeline stage collected and the others need."""
+        ...
+
 
 class BlockGradient(Protocol):
     """Gives dL/dhidden of each block of a backward walk, and adds the head's own gradient to its buffer."""
@@ -73,6 +77,10 @@ class LogprobSink:
         self.logp_U[torch.from_numpy(target_E).to(device)] = logp_E
         if self.entropy_U is not None and entropy_M is not None:
             self.entropy_U[torch.from_numpy(block.tokens_S[row_M]).to(device)] = entropy_M
+
+    def results(self) -> list[torch.Tensor]:
+        """What the last pipeline stage collected and the others need."""
+        return [self.logp_U] if self.entropy_U is None else [self.logp_U, self.entropy_U]
 
     def row_values(self) -> RowValues:
         """The collected values in row layout; positions that were not needed hold 0."""

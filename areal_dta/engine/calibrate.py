@@ -111,7 +111,7 @@ def calibrated(
 
     All ranks of the grid must call it, before the first gradient of a step.
     """
-    kernel = kernel or kernel_for(policy.device)
+    kernel = kernel or kernel_for(policy.device, policy.dtype, policy.shape.head_dim)
     found = _usable(file, fingerprint(policy, settings, kernel)) if dist.get_rank() == 0 else None
     text = _from_rank_0("" if found is None else found.to_json(), policy.device)
     if not text:
@@ -161,7 +161,7 @@ def calibrate(
     with `time.process_time` other processes on the same cores count less. Raises ValueError for a forward-only policy.
     """
     began = time.perf_counter()
-    bench = _Bench(policy, kernel or kernel_for(policy.device), settings, clock)
+    bench = _Bench(policy, kernel or kernel_for(policy.device, policy.dtype, policy.shape.head_dim), settings, clock)
     largest = settings.max_block_tokens
     if settings.activation_budget:
         largest = min(largest, int(settings.activation_budget / policy.memory_model().bytes_per_working_token))

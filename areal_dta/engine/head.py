@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from areal_dta.tree.memory import head_chunk_rows
+
 __all__ = ["CoefficientsOf", "HeadPairs", "VocabHead"]
 
 CoefficientsOf = Callable[[torch.Tensor, int, int], torch.Tensor]
-
-_CHUNK_ELEMENTS = 1 << 22  # logits per chunk: 16 MiB in fp32, so that the elementwise passes stay near the cache
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,18 @@ class HeadPairs:
 
 
 class _Chunk:
-    """Scaled logits of some positions with their global log-sum-exp and the pairs that fall on them."""
+    """Probabilities of some positions with their global log-sum-exp and the pairs that fall on them.
+
+    ``with_logits`` keeps the scaled logits beside the probabilities (entropies need both), otherwise these take their
+    place.
+    """
 
     def __init__(
-        self, head: VocabHead, hidden_MD: torch.Tensor, pairs: HeadPairs, lo: int, hi: int, temperature: float
-    ):
+        self, head: VocabHead, hidden_MD: torch.Tensor, pairs: HeadPairs, lo: int, hi: int, temperature: float,
+        with_logits: bool,
+    ):  # fmt: skip
         self.lo, self.hi = lo, hi
         self.hidden_MD = hidden_MD[lo:hi]
-        logits = torch.nn.functional.linear(self.hidden_MD, head.weight_VD)
-        self.z_MV = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-        if temperature != 1.0:
-            self.z_MV = self.z_MV.div_(temperature)
-        peak_M1 = head.reduce(self.z_MV.amax(-1, keepdim=True), dist.ReduceOp.MAX)
-        self.p_MV = (self.z_MV - peak_M1).exp_()
-        total_M1 = head.reduce(self.p_MV.sum(-1, keepdim=True), dist.ReduceOp.SUM)
-        self.p_MV.div_(total_M1)
-        self.lse_M1 = total_M1.log_().add_(peak_M1)
         device = hidden_MD.device
         self.pair_lo, self.pair_hi = (int(x) for x in np.searchsorted(pairs.row_E, (lo, hi)))
         self.row_E = torch.from_numpy(pairs.row_E[self.pair_lo : self.pair_hi] - lo).to(device)
@@ -60,11 +56,23 @@ class _Chunk:
         self.own_E = (local_E >= 0) & (local_E < head.weight_VD.shape[0])
         self.label_E = local_E.clamp_(0, head.weight_VD.shape[0] - 1)
 
+        logits = torch.nn.functional.linear(self.hidden_MD, head.weight_VD)
+        z_MV = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        if temperature != 1.0:
+            z_MV.div_(temperature)
+        self.z_MV = z_MV if with_logits else None
+        self.z_E = z_MV[self.row_E, self.label_E] * self.own_E
+        peak_M1 = head.reduce(z_MV.amax(-1, keepdim=True), dist.ReduceOp.MAX)
+        self.p_MV = (z_MV - peak_M1 if with_logits else z_MV.sub_(peak_M1)).exp_()
+        total_M1 = head.reduce(self.p_MV.sum(-1, keepdim=True), dist.ReduceOp.SUM)
+        self.p_MV.div_(total_M1)
+        self.lse_M1 = total_M1.log_().add_(peak_M1)
+
     def logprobs_E(self, head: VocabHead) -> torch.Tensor:
-        z_E = self.z_MV[self.row_E, self.label_E] * self.own_E
-        return head.reduce(z_E, dist.ReduceOp.SUM) - self.lse_M1[self.row_E, 0]
+        return head.reduce(self.z_E, dist.ReduceOp.SUM) - self.lse_M1[self.row_E, 0]
 
     def entropy_M(self, head: VocabHead) -> torch.Tensor:
+        assert self.z_MV is not None
         mean_z_M1 = head.reduce((self.p_MV * self.z_MV).sum(-1, keepdim=True), dist.ReduceOp.SUM)
         return (self.lse_M1 - mean_z_M1)[:, 0]
 
@@ -89,10 +97,12 @@ class VocabHead:
             dist.all_reduce(x, op=op, group=self.group)
         return x
 
-    def _chunks(self, hidden_MD: torch.Tensor, pairs: HeadPairs, temperature: float) -> Iterator[_Chunk]:
-        size = max(1, _CHUNK_ELEMENTS // self.weight_VD.shape[0])
+    def _chunks(
+        self, hidden_MD: torch.Tensor, pairs: HeadPairs, temperature: float, with_logits: bool
+    ) -> Iterator[_Chunk]:
+        size = head_chunk_rows(self.weight_VD.shape[0])
         for lo in range(0, len(hidden_MD), size):
-            yield _Chunk(self, hidden_MD, pairs, lo, min(lo + size, len(hidden_MD)), temperature)
+            yield _Chunk(self, hidden_MD, pairs, lo, min(lo + size, len(hidden_MD)), temperature, with_logits)
 
     @torch.no_grad()
     def values(
@@ -100,10 +110,11 @@ class VocabHead:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(log-prob of every pair [E], entropy of every position [M] or None), fp32 or wider."""
         logprobs, entropies = [], []
-        for chunk in self._chunks(hidden_MD, pairs, temperature):
+        for chunk in self._chunks(hidden_MD, pairs, temperature, want_entropy):
             logprobs.append(chunk.logprobs_E(self))
             if want_entropy:
                 entropies.append(chunk.entropy_M(self))
+            del chunk  # before the next one is made
         return torch.cat(logprobs), torch.cat(entropies) if want_entropy else None
 
     @torch.no_grad()
@@ -119,7 +130,8 @@ class VocabHead:
         """
         assert self.grad_VD is not None, "a forward-only policy has no gradients; build it with trainable=True"
         grad_MD = torch.empty_like(hidden_MD)
-        for chunk in self._chunks(hidden_MD, pairs, temperature):
+        with_logits = entropy_coef_M is not None or entropy_out_M is not None
+        for chunk in self._chunks(hidden_MD, pairs, temperature, with_logits):
             if entropy_out_M is not None:
                 entropy_out_M[chunk.lo : chunk.hi] = chunk.entropy_M(self)
             grad_MV = self._logits_gradient(chunk, coef_E, entropy_coef_M, temperature).to(hidden_MD.dtype)
@@ -128,6 +140,7 @@ class VocabHead:
                 self.grad_VD.addmm_(grad_MV.t(), chunk.hidden_MD)
             else:
                 self.grad_VD.add_(grad_MV.t() @ chunk.hidden_MD)
+            del chunk, grad_MV  # before the next one is made
         return self.reduce(grad_MD, dist.ReduceOp.SUM)
 
     def _logits_gradient(
@@ -143,6 +156,7 @@ class VocabHead:
         if entropy_coef_M is None:
             grad_MV = chunk.p_MV.mul_(-weight_M1)
         else:
+            assert chunk.z_MV is not None
             coef_M1 = entropy_coef_M[chunk.lo : chunk.hi, None]
             surprise_MV = chunk.z_MV.sub_(chunk.lse_M1 - chunk.entropy_M(self)[:, None])
             grad_MV = chunk.p_MV.mul_(surprise_MV.mul_(coef_M1).add_(weight_M1)).neg_()

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from areal_dta.engine.kernels_cuda import cuda_kernel
 from areal_dta.tree.tiles import TileKind
 
 __all__ = ["AttentionKernel", "FlashCPUKernel", "ProductKernel", "kernel_for", "merge_tile"]
@@ -126,6 +127,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def kernel_for(device: torch.device) -> AttentionKernel:
-    """The kernel for a device."""
-    return FlashCPUKernel() if device.type == "cpu" else ProductKernel()
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
+    """The kernel for a device; on CUDA plain products where no fused kernel fits (the log says so)."""
+    if device.type == "cpu":
+        return FlashCPUKernel()
+    return cuda_kernel(dtype, head_dim, device) or ProductKernel()

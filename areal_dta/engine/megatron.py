@@ -205,7 +205,7 @@ class MegatronPolicy:
         return MemoryModel.of_shape(
             hidden=shape.hidden, num_layers=self.num_local_layers, num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, ffn=shape.ffn, vocab=shape.vocab,
-            element_bytes=self.dtype.itemsize, qk_norm=shape.qk_norm, tp=self.sizes.tp,
+            element_bytes=self.dtype.itemsize, tp=self.sizes.tp,
         )  # fmt: skip
 
     def row_hidden(self, ids_S: torch.Tensor, stage_input: torch.Tensor | None = None) -> torch.Tensor:

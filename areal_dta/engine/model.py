@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from areal_dta.engine.activation import SwiGLU
 from areal_dta.engine.attention import TreeAttention
 from areal_dta.engine.hf import ModelShape
 from areal_dta.engine.norm import RMSNorm
@@ -56,6 +57,7 @@ def transformer_config(shape: ModelShape, sizes: ParallelSizes, dtype: torch.dty
         use_cpu_initialization=not on_cuda,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
+        use_te_activation_func=True,  # lets the layer spec name the module: ours
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -70,6 +72,7 @@ def _local_spec(shape: ModelShape, num_layers: int) -> TransformerBlockSubmodule
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.mlp.submodules.activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = TreeAttention
     if shape.qk_norm:
@@ -82,6 +85,7 @@ def _transformer_engine_spec(shape: ModelShape) -> ModuleSpec:
     """Transformer Engine's projections and norms with our core attention. Not yet run on a GPU (docs/gpu.md)."""
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     layer.submodules.self_attention.submodules.core_attention = TreeAttention
+    layer.submodules.mlp.submodules.activation_func = SwiGLU
     return layer
 
 

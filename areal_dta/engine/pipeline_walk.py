@@ -9,6 +9,7 @@ Legend: S rows of a block, D hidden.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from areal_dta.engine.megatron import MegatronPolicy
 from areal_dta.engine.pipeline import StageLink
 from areal_dta.tree.plan import Block, OpKind, WalkPlan
 from areal_dta.tree.schedule import Task, TaskKind, most_unread, stage_tasks
+from areal_dta.tree.stage_memory import graph_tokens
 
 __all__ = ["PipelineWalk"]
 
@@ -64,9 +66,13 @@ class PipelineWalk:
 
     # ---- backward ----
 
-    def backward(self, plan: WalkPlan, job: BlockGradient) -> None:
-        """Add the gradients of all needed blocks to the policy's buffers, not reduced over ranks."""
-        tasks = self._prepare(plan)
+    def backward(self, plan: WalkPlan, job: BlockGradient, max_tokens: float = math.inf) -> tuple[Task, ...]:
+        """Add the gradients of all needed blocks to the policy's buffers, not reduced over ranks.
+
+        Stages run ahead while blocks in flight have at most ``max_tokens`` (the same on all stages). Returns what this
+        stage did.
+        """
+        tasks = self._prepare(plan, max_tokens)
         with_backward = {task.block for task in tasks if task.kind is TaskKind.BACKWARD}
         in_flight: dict[int, _InFlight] = {}
         for task in tasks:
@@ -79,11 +85,15 @@ class PipelineWalk:
         if not plan.ops:
             self._nothing()
         self._link.finish()
+        return tasks
 
-    def _prepare(self, plan: WalkPlan) -> tuple[Task, ...]:
+    def _prepare(self, plan: WalkPlan, max_tokens: float) -> tuple[Task, ...]:
         """This stage's list; the link may have as many sends open as the lists of its neighbours ask for."""
-        stage, last = self._link.stage, self._link.num_stages - 1
-        near = {p: stage_tasks(plan.ops, p, last + 1) for p in range(max(stage - 1, 0), min(stage + 1, last) + 1)}
+        stage, last, tokens = self._link.stage, self._link.num_stages - 1, graph_tokens(plan)
+        near = {
+            p: stage_tasks(plan.ops, p, last + 1, tokens, max_tokens)
+            for p in range(max(stage - 1, 0), min(stage + 1, last) + 1)
+        }
         ahead = 1 if stage == last else most_unread(near[stage], near[stage + 1], TaskKind.FORWARD)
         back = 1 if stage == 0 else most_unread(near[stage], near[stage - 1], TaskKind.BACKWARD)
         self._link.allow_open(ahead, back)
@@ -131,7 +141,7 @@ class PipelineWalk:
     def _compute(
         self, block: Block, context: BlockContext, stage_input: torch.Tensor | None, reads: bool
     ) -> torch.Tensor:
-        """Output of this stage: what the next one needs, or on the last hidden states [S, D], a zero if nobody reads."""
+        """Output of this stage: what the next one needs; on the last hidden states [S, D], or a zero nobody reads."""
         if reads or not self._link.is_last:
             return self._runner.hidden(block, context, stage_input)
         return self._runner.keys_only(block, context, stage_input)

@@ -75,8 +75,8 @@ class RowValues:
 class WalkStats:
     """What the last call did.
 
-    Tokens of all rows, distinct tokens of the tree, blocks, attention tiles per layer, tokens computed twice; seconds of
-    sorting and planning, and of the whole call; predicted seconds (0: no time model) and peak bytes.
+    Tokens of all rows, distinct tokens of the tree, blocks, attention tiles per layer, tokens computed twice; seconds
+    of sorting and planning, and of the whole call; predicted seconds (0: no time model) and peak bytes.
     """
 
     row_tokens: int = 0

@@ -20,7 +20,7 @@ __all__ = ["Frame", "PathStack", "PathView"]
 class Frame:
     """Rows ``depth .. depth + num_rows - 1`` of the path: one pushed block, or what is left of it.
 
-    ``grad_k_LGSH`` and ``grad_v_LGSH`` collect the gradients of descendants in fp32 or wider; None in a forward-only walk.
+    ``grad_k_LGSH`` and ``grad_v_LGSH`` collect the gradients of descendants in fp32 or wider (None: forward-only).
     """
 
     def __init__(self, depth: int, num_rows: int) -> None:

@@ -1,6 +1,6 @@
 """Rows as a trie, with everything a walk looks up per block: predicting pairs, gathers and scatters.
 
-Legend: U trie tokens, E predicting pairs (source token, target token) sorted by source, S rows of a block, T row tokens,
+Legend: U trie tokens, E predicting pairs (source, target) sorted by source, S rows of a block, T row tokens,
 t predicting positions of the rows.
 """
 

@@ -22,11 +22,13 @@ from areal_dta.engine.block_values import ValueGradient, ValueSink
 from areal_dta.engine.fused_loss import FusedGradient, FusedOutcome, TokenLoss
 from areal_dta.engine.kernels import AttentionKernel, kernel_for
 from areal_dta.engine.megatron import MegatronPolicy
+from areal_dta.engine.pipeline_walk import PipelineWalk
 from areal_dta.engine.rows import GradientSync, Rows, RowValues, WalkStats
 from areal_dta.engine.tree_batch import TreeBatch
 from areal_dta.tree.memory import MemoryModel
 from areal_dta.tree.plan import Block, OpKind, PlanSettings, WalkPlan
 from areal_dta.tree.planner import plan_walk
+from areal_dta.tree.stage_memory import max_graph_tokens, stage_peak
 from areal_dta.tree.timing import TimeModel
 
 __all__ = ["TreeEngine"]
@@ -56,7 +58,7 @@ class TreeEngine:
         self.memory = memory or policy.memory_model()
         self.timing = timing
         self.stats = WalkStats()
-        self._kernel = kernel or kernel_for(policy.device)
+        self._kernel = kernel or kernel_for(policy.device, policy.dtype, policy.shape.head_dim)
         self._wide = torch.float64 if policy.dtype == torch.float64 else torch.float32
         self._last_batch: TreeBatch | None = None
 
@@ -103,6 +105,14 @@ class TreeEngine:
         planned = time.perf_counter()
         self.policy.check_same_program(plan.digest())
         runner = BlockRunner(self.policy, self._kernel, batch, plan.stack_rows, with_grad=False)
+        link = self.policy.stage_link()
+        if link is None:
+            self._forward_blocks(plan, runner, sink)
+        else:
+            PipelineWalk(self.policy, runner, link).forward(plan, sink)
+        self._finish(batch, plan, runner, began, planned, self._seconds(plan, sink.needed_U, backward=False))
+
+    def _forward_blocks(self, plan: WalkPlan, runner: BlockRunner, sink: BlockSink) -> None:
         for op in plan.ops:
             block = plan.blocks[op.block]
             if op.kind is OpKind.POP:
@@ -113,7 +123,6 @@ class TreeEngine:
                 sink.take(block, runner.hidden(block, context))
             else:
                 runner.keys_only(block, context)
-        self._finish(batch, plan, runner, began, planned, self._seconds(plan, sink.needed_U, backward=False))
 
     # ---- part 3: gradient ----
 
@@ -178,6 +187,18 @@ class TreeEngine:
         planned = time.perf_counter()
         self.policy.check_same_program(plan.digest())
         runner = BlockRunner(self.policy, self._kernel, batch, plan.stack_rows, with_grad=True)
+        link = self.policy.stage_link()
+        peak_bytes = self.memory.peak(plan)
+        if link is None:
+            self._backward_blocks(plan, runner, job)
+        else:
+            limit = max_graph_tokens(plan, self.memory, self.settings)
+            tasks = PipelineWalk(self.policy, runner, link).backward(plan, job, limit)
+            peak_bytes = stage_peak(self.memory, plan, tasks)
+        self._finish(batch, plan, runner, began, planned, self._seconds(plan, job.needed_U, backward=True))
+        self.stats = replace(self.stats, predicted_peak_bytes=int(peak_bytes))
+
+    def _backward_blocks(self, plan: WalkPlan, runner: BlockRunner, job: BlockGradient) -> None:
         pushed: list[_Pushed] = []
         for op in plan.ops:
             block = plan.blocks[op.block]
@@ -190,7 +211,6 @@ class TreeEngine:
                 self._pop(runner, job, block, pushed.pop())
         if not plan.ops:
             self._walk_nothing(runner)
-        self._finish(batch, plan, runner, began, planned, self._seconds(plan, job.needed_U, backward=True))
 
     def _push(self, runner: BlockRunner, job: BlockGradient, block: Block, keep: bool) -> _Pushed:
         context = runner.push(block)

@@ -17,8 +17,8 @@ __all__ = ["ChainBuilder", "Forest", "live_forest"]
 
 @dataclass(frozen=True)
 class Forest:
-    """Live segments: trie tokens ``start[v] .. stop[v]-1`` at positions from ``depth[v]``; ``subtree_end[v]`` is one past
-    the last live segment below v, ``tokens[v]`` the tokens of its subtree, ``children[v]`` in walking order.
+    """Live segments: trie tokens ``start[v] .. stop[v]-1`` at positions from ``depth[v]``; ``tokens[v]`` are the live
+    tokens of its subtree, ``children[v]`` in walking order.
 
     Plain lists: planners read single elements.
     """

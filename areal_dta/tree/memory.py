@@ -10,14 +10,22 @@ from dataclasses import dataclass
 
 from areal_dta.tree.plan import OpKind, WalkPlan
 
-__all__ = ["MemoryModel", "default_budget"]
+__all__ = ["MemoryModel", "default_budget", "head_chunk_rows"]
+
+_HEAD_CHUNK_ELEMENTS = 1 << 21  # logits at once: 8 MiB in fp32, so that the elementwise passes stay near the cache
+_MIN_HEAD_CHUNK_ROWS = 128  # fewer rows would read the weight more often than it is worth
+
+
+def head_chunk_rows(local_vocab: int) -> int:
+    """Positions that the vocabulary head projects at once."""
+    return max(_MIN_HEAD_CHUNK_ROWS, _HEAD_CHUNK_ELEMENTS // local_vocab)
 
 
 @dataclass(frozen=True)
 class MemoryModel:
     """Per-token costs in bytes.
 
-    ``bytes_per_kept_token``: the graph of a block, all layers. ``bytes_per_working_token``: graph plus transients at the
+    ``bytes_per_kept_token``: graph of a block, all layers. ``bytes_per_working_token``: graph plus transients at the
     worst moment of its backward. ``bytes_per_forward_token``: transients of a forward without graph.
     ``bytes_per_stack_row`` and ``bytes_per_grad_row``: keys and values of one path position, and the accumulators of
     their gradients. ``bytes_per_checkpoint_token``: layer inputs that dense training with full recomputation keeps.
@@ -35,26 +43,30 @@ class MemoryModel:
     @classmethod
     def of_shape(
         cls, *, hidden: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, ffn: int, vocab: int,
-        element_bytes: int = 4, qk_norm: bool = True, tp: int = 1,
+        element_bytes: int = 4, tp: int = 1,
     ) -> MemoryModel:  # fmt: skip
         """Analytic estimate for a gated-FFN decoder of `areal_dta.engine`; calibration replaces it by measurements.
 
         ``num_layers`` are those of this pipeline stage; sizes are of the whole model, divided by ``tp`` where sharded.
         """
-        query, kv, ffn = num_heads * head_dim // tp, num_kv_heads * head_dim // tp, ffn // tp
-        attention = 2 * hidden + (query + 2 * kv) + 3 * query + 2 * kv + (query + kv if qk_norm else 0)
-        layer = element_bytes * (attention + 2 * hidden + 4 * ffn)
-        grad_bytes = max(4, element_bytes)
+        query, kv, ffn, vocab = num_heads * head_dim // tp, num_kv_heads * head_dim // tp, ffn // tp, vocab // tp
+        # Two norms (input and output each), the fused projection, rotated queries and keys, the output twice (by head
+        # and by token), gate and up, their product.
+        layer = element_bytes * (4 * hidden + 4 * query + 3 * kv + 3 * ffn)
         transient = element_bytes * (4 * ffn + 2 * hidden)
-        weights = hidden * (2 * query + 2 * kv) + 3 * hidden * ffn
+        wide_bytes = max(4, element_bytes)
+        rows = head_chunk_rows(vocab)
+        head = max(rows * (vocab * wide_bytes - transient), 0)  # logits are gone before the layers' backward begins
+        kept = num_layers * layer + 2 * element_bytes * hidden
         return cls(
-            bytes_per_kept_token=num_layers * layer + 2 * element_bytes * hidden,
-            bytes_per_working_token=num_layers * layer + 2 * element_bytes * hidden + transient,
+            bytes_per_kept_token=kept,
+            bytes_per_working_token=kept + transient,
             bytes_per_forward_token=element_bytes * (3 * ffn + 4 * hidden),
-            bytes_per_stack_row=2 * num_layers * kv * element_bytes,
-            bytes_per_grad_row=2 * num_layers * kv * grad_bytes,
+            # keys and values of all layers, and their gradients on the way from a tile, one layer at a time
+            bytes_per_stack_row=2 * num_layers * kv * element_bytes + 2 * kv * wide_bytes,
+            bytes_per_grad_row=2 * num_layers * kv * wide_bytes,
             bytes_per_checkpoint_token=num_layers * hidden * element_bytes + layer,
-            bytes_fixed=4 * max(weights, min(vocab // tp, 8192) * 512) * 2,
+            bytes_fixed=head + 2 * hidden * ffn * element_bytes,
         )
 
     def dense_peak(self, num_tokens: int) -> float:
@@ -72,7 +84,7 @@ class MemoryModel:
     def peak(self, plan: WalkPlan) -> float:
         """Predicted peak bytes of a backward walk."""
         live = peak = self.bytes_per_stack_row * plan.stack_rows
-        frames: list[tuple[int, int, float]] = []  # (first position, rows, bytes of the kept graph) of pushed blocks
+        frames: list[tuple[int, int, float, float]] = []  # of pushed blocks: first position, rows, graph, accumulators
         for op in plan.ops:
             block = plan.blocks[op.block]
             num_tokens = block.num_tokens
@@ -81,23 +93,20 @@ class MemoryModel:
                 live += self.bytes_per_grad_row * num_tokens
                 peak = max(peak, live + (graph or self.bytes_per_forward_token * num_tokens))
                 live += graph
-                frames.append((block.depth, num_tokens, graph))
+                frames.append((block.depth, num_tokens, graph, self.bytes_per_grad_row * num_tokens))
                 continue
             is_pop = op.kind is OpKind.POP
             kept = frames[-1][2] if is_pop else 0.0
             peak = max(peak, live + self.bytes_per_working_token * num_tokens - kept)
             while frames and (is_pop or op.absorbs) and frames[-1][0] + frames[-1][1] > block.depth:
-                depth, rows, graph = frames.pop()
+                depth, _, graph, accumulators = frames.pop()
                 left = max(block.depth - depth, 0)  # rows that an absorbing visit leaves on the path
-                live -= self.bytes_per_grad_row * rows + graph
+                live -= graph
                 if left:
-                    live += self.bytes_per_grad_row * rows  # an accumulator is freed as a whole
-                    frames.append((depth, left, 0.0))
+                    frames.append((depth, left, 0.0, accumulators))  # freed as a whole, later
                     break
+                live -= accumulators
         return peak + self.bytes_fixed
-
-    def _push_work(self, keep: bool) -> float:
-        return self.bytes_per_kept_token if keep else self.bytes_per_forward_token
 
 
 def default_budget(memory: MemoryModel, longest_row: int, max_block_tokens: int) -> int:
@@ -108,5 +117,5 @@ def default_budget(memory: MemoryModel, longest_row: int, max_block_tokens: int)
     block = memory.bytes_per_working_token * max_block_tokens
     generous = memory.checkpointed_peak(longest_row) + block
     modest = max(0.45 * memory.dense_peak(longest_row), 1.5 * block + memory.bytes_fixed)
-    least = memory.bytes_fixed + memory.row_bytes() * longest_row + block / 2
+    least = (memory.bytes_fixed + memory.row_bytes() * longest_row + block / 2) / 0.9
     return int(max(min(generous, modest), least + memory.bytes_per_working_token))

@@ -22,9 +22,10 @@ from areal_dta.tree.plan import ON_PATH, Block, Op, OpKind, PlanSettings, WalkPl
 from areal_dta.tree.planner_classic import classic_plan
 from areal_dta.tree.trie import Trie
 
-__all__ = ["plan_walk"]
+__all__ = ["BUDGET_SHARE", "plan_walk"]
 
 _MIN_BLOCK_TOKENS = 64
+BUDGET_SHARE = 0.95  # of the budget is planned for: predictions are good to a few percent
 
 
 def plan_walk(
@@ -33,19 +34,25 @@ def plan_walk(
     """The program for a trie.
 
     ``need_U`` (bool [U]) marks tokens whose hidden state is wanted; subtrees without one are left out. Without
-    ``memory`` no budget applies and every graph is kept. Raises ValueError if ``activation_budget`` is too small for any
-    block.
+    ``memory`` no budget applies and every graph is kept. Raises ValueError if ``activation_budget`` is too small for
+    any block, or for a kind that has no choice.
     """
     forest = live_forest(trie, need_U, settings.order)
+    if settings.kind == "auto":
+        return _AutoPlanner(forest, _Budget.of(trie, settings, memory)).run()
     if settings.kind == "classic":
-        return classic_plan(forest, settings.max_block_tokens, settings.cut_tail)
-    if settings.kind == "sparse":
-        return _single_visits([forest.roots] if forest.roots else [], forest)
-    if settings.kind == "dense":
+        plan = classic_plan(forest, settings.max_block_tokens, settings.cut_tail)
+    elif settings.kind == "sparse":
+        plan = _single_visits([forest.roots] if forest.roots else [], forest)
+    else:
         bins = _bins([(root, forest.tokens[root]) for root in forest.roots], settings.max_block_tokens)
-        return _single_visits(bins, forest)
-    budget = _Budget.of(trie, settings, memory)
-    return _AutoPlanner(forest, budget).run()
+        plan = _single_visits(bins, forest)
+    if memory is not None and settings.activation_budget and memory.peak(plan) > settings.activation_budget:
+        raise ValueError(
+            f"dta.plan={settings.kind} needs about {memory.peak(plan):.0f} bytes for these rows, which exceeds "
+            f"dta.activation_budget={settings.activation_budget}; raise it or set dta.plan=auto, which keeps to it"
+        )
+    return plan
 
 
 def _single_visits(bins: list[list[int]], forest: Forest) -> WalkPlan:
@@ -104,15 +111,15 @@ class _Budget:
             return cls(settings.max_block_tokens, math.inf, None)
         longest = int(trie.depth_U.max()) + 1
         budget = settings.activation_budget or default_budget(memory, longest, settings.max_block_tokens)
-        free = budget - memory.bytes_fixed - memory.row_bytes() * longest
+        free = BUDGET_SHARE * budget - memory.bytes_fixed - memory.row_bytes() * longest
         affordable = int(free / memory.bytes_per_working_token)
         cap = min(settings.max_block_tokens, affordable)
         smallest = min(_MIN_BLOCK_TOKENS, math.ceil(settings.max_block_tokens / 4))
         if cap < smallest:
             least = memory.bytes_fixed + memory.row_bytes() * longest + memory.bytes_per_working_token * smallest
             raise ValueError(
-                f"dta.activation_budget={budget} bytes is too small for a longest row of {longest} tokens; "
-                f"at least {math.ceil(least)} are needed (stack rows, a chunk of logits and one small block)"
+                f"dta.activation_budget={budget} bytes is too small for a longest row of {longest} tokens; at least "
+                f"{math.ceil(least / BUDGET_SHARE)} are needed (stack rows, a chunk of logits and one small block)"
             )
         return cls(cap, free, memory)
 
@@ -142,6 +149,21 @@ class _Trunk:
     ends: list[int]
 
 
+@dataclass(frozen=True)
+class _Grow:
+    """To do: push the trunk that starts at a heavy segment, and what follows from it."""
+
+    segment: int
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """To do: visit light subtrees and pop the pushed blocks (``chunks``) below them."""
+
+    units: list[_Unit]
+    chunks: list[int]
+
+
 class _AutoPlanner:
     """Emits blocks and operations with an explicit stack of actions, since trees may be thousands of levels deep."""
 
@@ -156,15 +178,13 @@ class _AutoPlanner:
         forest = self.forest
         heavy = [root for root in forest.roots if forest.tokens[root] > self.cap]
         light = [_Unit(root, 0, forest.tokens[root]) for root in forest.roots if forest.tokens[root] <= self.cap]
-        actions: list[tuple[str, object]] = [("bundles", (light, []))]
-        actions += [("grow", root) for root in reversed(heavy)]
+        actions: list[_Grow | _Bundle] = [_Bundle(light, []), *(_Grow(root) for root in reversed(heavy))]
         while actions:
-            name, argument = actions.pop()
-            if name == "grow":
-                actions += reversed(self._grow(argument))  # type: ignore[arg-type]
+            action = actions.pop()
+            if isinstance(action, _Grow):
+                actions += reversed(self._grow(action.segment))
             else:
-                units, chunks = argument  # type: ignore[misc]
-                self._bundles(units, chunks)
+                self._bundles(action.units, action.chunks)
         return WalkPlan(tuple(self.blocks), tuple(self.ops), self._keep())
 
     # ---- structure ----
@@ -183,7 +203,7 @@ class _AutoPlanner:
                 return trunk
             segment = heavy[0]
 
-    def _grow(self, segment: int) -> list[tuple[str, object]]:
+    def _grow(self, segment: int) -> list[_Grow | _Bundle]:
         trunk = self._trunk(segment)
         tokens = self._path_tokens(trunk.segments)
         tail = 0 if trunk.ends else self._tail_length(len(tokens), trunk)
@@ -192,7 +212,7 @@ class _AutoPlanner:
         if tail:
             self._visit_tail(trunk, tokens[len(tokens) - tail :], split)
         units = [unit for unit in trunk.units if not tail or unit.cut <= split]
-        return [("grow", end) for end in trunk.ends] + [("bundles", (units, chunks))]
+        return [*(_Grow(end) for end in trunk.ends), _Bundle(units, chunks)]
 
     def _path_tokens(self, segments: list[int]) -> np.ndarray:
         forest = self.forest
@@ -215,7 +235,7 @@ class _AutoPlanner:
 
     @staticmethod
     def _fit(end: int, length: int, cuts: list[tuple[int, int]], cap: int) -> tuple[int, int]:
-        """(tail, tokens hanging in it): the longest tail that fits ``cap`` with what leaves the path after its start."""
+        """(tail, tokens hanging in it): the longest tail within ``cap`` with what leaves the path after its start."""
         hanging = 0
         for cut, tokens in cuts:
             # including this unit means that the tail starts before its cut

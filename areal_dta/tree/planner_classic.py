@@ -8,6 +8,7 @@ block of a leaf without a graph first as well.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class _Leaf:
 
 
 def classic_plan(forest: Forest, max_block_tokens: int, cut_tail: bool) -> WalkPlan:
-    """The program of the published walk over ``forest``; blocks with a graph hold at most ``max_block_tokens`` tokens."""
+    """The program of the published walk over ``forest``; blocks with a graph stay within ``max_block_tokens``."""
     blocks: list[Block] = []
     ops: list[Op] = []
 
@@ -45,7 +46,7 @@ def classic_plan(forest: Forest, max_block_tokens: int, cut_tail: bool) -> WalkP
         if cached > on_stack:
             emit(OpKind.PUSH, leaf, on_stack, cached)
             on_stack = cached
-        for high, low in zip(bounds[:-1], bounds[1:], strict=True):
+        for high, low in itertools.pairwise(bounds):
             if high > low:
                 emit(OpKind.VISIT, leaf, low, high, absorbs=on_stack > low)
                 on_stack = min(on_stack, low)

@@ -9,8 +9,9 @@ after it, with the pushes on the way to them. A forward needs only the path abov
 running ahead of backwards (pops included) is always legal; it costs memory, the graphs of the blocks in flight, which
 a limit can bound.
 
-Counting VISITs rather than forwards matters: the next VISIT often lies below several pushes. On plans of agent rollouts
-two stages idle for 24 to 35% of the time in program order, 16 to 23% one forward ahead, 5 to 11% one VISIT ahead.
+Counting VISITs rather than forwards matters: the next VISIT often lies below several pushes. On plans of recorded agent
+turns two stages idle for 31% of the time in program order, for 22% one forward ahead and for 6 to 7% one VISIT ahead,
+which takes the memory of the second (`scripts/bench.py pipeline`).
 
 A list is fixed before the walk begins: no rank decides anything while others wait for it.
 """

@@ -25,7 +25,6 @@ class ModelSizes:
     head_dim: int
     ffn_size: int
     vocab_size: int
-    qk_norm: bool = True
     dtype: str = "float32"
 
     @property
@@ -59,7 +58,6 @@ class ModelSizes:
             ffn=self.ffn_size,
             vocab=self.vocab_size,
             element_bytes=ELEMENT_BYTES[dtype],
-            qk_norm=self.qk_norm,
             tp=tp,
         )
 
@@ -78,7 +76,6 @@ class ModelSizes:
                 head_dim=int(raw.get("head_dim") or hidden // heads),
                 ffn_size=int(raw["intermediate_size"]),
                 vocab_size=int(raw["vocab_size"]),
-                qk_norm=raw.get("model_type") == "qwen3",
                 dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             )
         except OSError as error:

@@ -17,7 +17,7 @@ __all__ = ["graph_tokens", "max_graph_tokens", "stage_peak"]
 
 
 def graph_tokens(plan: WalkPlan) -> list[int]:
-    """Per block the tokens whose graph stays from its forward to its backward: none of a push that is computed again."""
+    """Per block the tokens whose graph stays from its forward to its backward: none if a push is computed again."""
     tokens = [block.num_tokens for block in plan.blocks]
     for op in plan.ops:
         if op.kind is OpKind.PUSH and not plan.keep_B[op.block]:
@@ -76,7 +76,7 @@ class _Stage:
 
     def _forward(self, task: Task, has_backward: bool) -> None:
         memory, block = self.memory, self.plan.blocks[task.block]
-        num_tokens, takes = block.num_tokens, ()
+        num_tokens, takes = block.num_tokens, tuple[_Pushed, ...]()
         graph = memory.bytes_per_kept_token * num_tokens
         if task.op.kind is OpKind.PUSH:
             graph = graph if self.plan.keep_B[task.block] else 0.0

@@ -113,9 +113,9 @@ def _grouped(chains: list[int], inner: list[_Group | None], cut: list[int], base
         group = inner[c]
         assert group is not None
         keys = cut[c]
-        last = rectangles[-1] if rectangles else None
-        if last is not None and last.q_end == group.start and last.k_end == key_start + keys:
-            rectangles[-1] = Tile(TileKind.FULL, base is None, last.q_start, group.end, key_start, key_start + keys)
+        above = rectangles[-1] if rectangles else None
+        if above is not None and above.q_end == group.start and above.k_end == key_start + keys:
+            rectangles[-1] = Tile(TileKind.FULL, base is None, above.q_start, group.end, key_start, key_start + keys)
         elif keys:
             rectangles.append(Tile(TileKind.FULL, base is None, group.start, group.end, key_start, key_start + keys))
     if not rectangles:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from areal_dta.tree.cost import CostModel
 from areal_dta.tree.plan import Block, OpKind, WalkPlan
 from areal_dta.tree.sizes import ModelSizes
 from areal_dta.tree.tiles import TileKind, block_tiles, tile_pairs
@@ -88,6 +89,14 @@ class TimeModel:
         queries_and_keys = sizes.hidden_size * sizes.head_dim * (sizes.num_heads + 2 * sizes.num_kv_heads)
         keys_share = 1 - (1 - queries_and_keys / sizes.layer_weights) / layers
         return cls(tuple(forward), tuple(2 * forward), (0.0, head_s), (0.0, 3 * head_s), keys_share)
+
+    def cost_model(self) -> CostModel:
+        """Seconds of forward and backward per tree token (its projection included) and per attention pair, for
+        balancing ranks: what blocks and tiles cost depends on the plan and is left out.
+        """
+        tokens, pairs = FEATURES.index("tokens"), FEATURES.index("full_pairs")
+        per_token = self.forward_F[tokens] + self.backward_F[tokens] + self.head_backward_H[1]
+        return CostModel(per_token, self.forward_F[pairs] + self.backward_F[pairs])
 
     def seconds(self, plan: WalkPlan, need_U: np.ndarray | None = None, *, backward: bool = True) -> float:
         """Predicted seconds of a walk: forward and backward with recomputations, or forward only.

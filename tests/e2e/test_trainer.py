@@ -36,8 +36,8 @@ def router() -> Iterator[FakeRouter]:
     fake.close()
 
 
-def _shards() -> dict[tuple[int, int], Shard | None]:
-    """Three steps for two ranks; step 0 carries the start policy's own log-probs and version 0."""
+def _shards(num_ranks: int = 2) -> dict[tuple[int, int], Shard | None]:
+    """Three steps for one or two ranks; step 0 carries the start policy's own log-probs and version 0."""
     out: dict[tuple[int, int], Shard | None] = {}
     for step in range(STEPS):
         shard = random_shard(step)
@@ -47,10 +47,9 @@ def _shards() -> dict[tuple[int, int], Shard | None]:
                 logprobs_T=_server_logprobs(shard),
                 versions_T=np.where(shard.loss_mask_T, 0, -1).astype(np.int32),
             )
-        middle = shard.num_rows // 2
-        for rank, rows in enumerate((list(range(middle)), list(range(middle, shard.num_rows)))):
+        for rank, rows in enumerate(np.array_split(np.arange(shard.num_rows), num_ranks)):
             out[step, rank] = dataclasses.replace(
-                subset(shard, rows), step=step, rank=rank, world_size=2, tree_tokens=40, cost=7.0
+                subset(shard, rows.tolist()), step=step, rank=rank, world_size=num_ranks, tree_tokens=40, cost=7.0
             )
     return out
 
@@ -66,6 +65,7 @@ def _server_logprobs(shard: Shard) -> np.ndarray:
 def test_a_run_trains_publishes_checkpoints_evaluates_and_resumes(
     model: Path, router: FakeRouter, tmp_path: Path
 ) -> None:
+    """On two data-parallel ranks; the second resumption is on two pipeline stages, and ends at the same weights."""
     run_dir, sink = tmp_path / "run", MetricsSink()
     batcher = FakeBatcher(_shards())
     plan = write_run(run_dir, model, batcher.address, router.address, free_port(), dp=2, metrics=sink.address)
@@ -81,7 +81,6 @@ def test_a_run_trains_publishes_checkpoints_evaluates_and_resumes(
     relaunch(run_dir, plan, epoch=1, resume_step=1, trainer_master_port=free_port(), metrics=None)
     with Ranks(run_dir, 2) as ranks:
         assert [ranks.wait(r) for r in (0, 1)] == [0, 0], ranks.log(0)[-3000:]
-    batcher.close()
     sink.close()
     assert [p["weight_version"] for p in router.published] == ["1:2", "1:3"]
     assert batcher.of("published", "commit", "eval_start", "finish") == [
@@ -95,6 +94,16 @@ def test_a_run_trains_publishes_checkpoints_evaluates_and_resumes(
     assert folder_error(weights / "e0_v000003", weights / "e1_v000003") < 1e-7  # as if never interrupted
     assert folder_error(weights / "e0_v000002", weights / "e1_v000002") == 0
     assert folder_error(weights / "e0_v000002", weights / "e0_v000003") > 1e-5
+
+    batcher.calls.clear()
+    batcher.shards = _shards(num_ranks=1)
+    relaunch(run_dir, plan, epoch=2, resume_step=1, trainer_master_port=free_port(), metrics=None, dp=1, pp=2)
+    with Ranks(run_dir, 2) as ranks:
+        assert [ranks.wait(r) for r in (0, 1)] == [0, 0], ranks.log(0)[-3000:]
+    batcher.close()
+    asked = [(b["step"], b["rank"], b["world_size"]) for kind, b in batcher.calls if kind == "shard"]
+    assert asked == [(2, 0, 1)] * 2  # both stages of the one pipeline
+    assert folder_error(weights / "e1_v000003", weights / "e2_v000003") < 1e-6
 
 
 def _check_calls(batcher: FakeBatcher, router: FakeRouter, run_dir: Path) -> None:

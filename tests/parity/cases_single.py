@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from areal_dta.engine import (
     CheckpointError,
     DenseEngine,
+    Engine,
     MegatronPolicy,
     OptimizerSettings,
     ParallelSizes,
@@ -22,16 +24,19 @@ from areal_dta.engine import (
     make_engine,
 )
 from areal_dta.engine.kernels import ProductKernel
-from tests.parity.support import FAMILIES, Context, assert_close, coefficients, gradients
+from tests.parity.plans import rotated, tree_engine
+from tests.parity.support import FAMILIES, Context, assert_close, coefficients, gradients, whole_error
 from tests.parity.tries import SHAPES, VOCAB, random_rows
 
-PLANS = (PlanSettings("classic"), PlanSettings("auto", 24), PlanSettings("auto", 512), PlanSettings("sparse"))
 ADAM = OptimizerSettings(lr=1e-3, weight_decay=0.01, gradient_clipping=1.0)
+# Adam divides by the gradient's size: with its usual eps an element whose gradient is rounding noise moves by the whole
+# learning rate, this way or that, and trained weights could not be compared as closely as gradients.
+STEADY = replace(ADAM, eps=1e-5)
 
 
 def _tree_against_dense(context: Context, dtype: torch.dtype, bound: float, seeds: range) -> None:
     policy = context.policy(dtype)
-    dense = DenseEngine(policy)
+    dense, plans = DenseEngine(policy), rotated(3)
     for seed, shape in itertools.product(seeds, SHAPES):
         rows = random_rows(shape.__name__, seed)
         temperature = (1.0, 0.6)[seed % 2]
@@ -40,8 +45,8 @@ def _tree_against_dense(context: Context, dtype: torch.dtype, bound: float, seed
             if not dlogp[:-1].any():
                 continue
             want = gradients(policy, dense, rows, dlogp, entropy, temperature)
-            for plan in PLANS:
-                got = gradients(policy, TreeEngine(policy, plan), rows, dlogp, entropy, temperature)
+            for plan in next(plans):
+                got = gradients(policy, tree_engine(policy, plan), rows, dlogp, entropy, temperature)
                 assert_close(got, want, bound, f"{shape.__name__} seed {seed} plan {plan}")
 
 
@@ -50,7 +55,7 @@ def gradient_equals_dense_fp32(context: Context) -> None:
 
 
 def gradient_equals_dense_fp64(context: Context) -> None:
-    _tree_against_dense(context, torch.float64, 1e-10, range(2, 5))
+    _tree_against_dense(context, torch.float64, 1e-10, range(2, 4))
 
 
 def gradient_equals_dense_for_other_families(context: Context) -> None:
@@ -72,30 +77,29 @@ def product_kernel_equals_flash_kernel(context: Context) -> None:
 
 
 def bf16_error_is_no_larger_than_dense_bf16(context: Context) -> None:
-    exact = context.policy()
-    low = context.policy(torch.bfloat16)
-    rows = random_rows("three_levels", 5)
-    dlogp = coefficients(rows, 5, torch.float32)
-    want = gradients(exact, DenseEngine(exact), rows, dlogp)
-    errors = []
-    for engine in (TreeEngine(low), DenseEngine(low)):
-        got = gradients(low, engine, rows, dlogp)
-        difference = sum(float((got[name].double() - want[name].double()).norm()) ** 2 for name in want)
-        errors.append((difference / sum(float(w.double().norm()) ** 2 for w in want.values())) ** 0.5)
-    assert errors[0] <= 1.1 * errors[1], f"tree {errors[0]:.3e}, dense {errors[1]:.3e}"
+    exact, low = context.policy(), context.policy(torch.bfloat16)
+    engines: list[Engine] = [TreeEngine(low), DenseEngine(low)]
+    errors = np.zeros(2)  # of one batch they scatter by a fifth
+    for seed in range(6):
+        rows = random_rows("three_levels", seed)
+        dlogp = coefficients(rows, seed, torch.float32)
+        want = gradients(exact, DenseEngine(exact), rows, dlogp)
+        errors += [whole_error(gradients(low, engine, rows, dlogp), want) for engine in engines]
+    assert errors[0] <= 1.1 * errors[1], f"tree and dense, sum of six batches: {errors}"
 
 
 def values_equal_dense_and_transformers(context: Context) -> None:
     from transformers import AutoModelForCausalLM
 
+    plans = rotated(4)
     for family in FAMILIES:
         policy = context.policy(family=family)
         model = AutoModelForCausalLM.from_pretrained(context.model(family), dtype=torch.float32)
         for shape, temperature in (("duplicates_and_prefixes", 1.0), ("one_token_rows", 0.6), ("comb", 0.6)):
             rows = random_rows(shape, 7)
             dense = DenseEngine(policy).forward(rows, temperature, want_entropy=True)
-            for plan in PLANS:
-                tree = TreeEngine(policy, plan).forward(rows, temperature, want_entropy=True)
+            for plan in next(plans):
+                tree = tree_engine(policy, plan).forward(rows, temperature, want_entropy=True)
                 torch.testing.assert_close(tree.logprobs_T, dense.logprobs_T, atol=1e-5, rtol=0)
                 torch.testing.assert_close(tree.entropy_T, dense.entropy_T, atol=1e-5, rtol=0)
             for lo, hi in itertools.pairwise(rows.offsets_S1.tolist()):
@@ -107,13 +111,14 @@ def values_equal_dense_and_transformers(context: Context) -> None:
 
 
 def forward_computes_only_what_is_needed(context: Context) -> None:
-    engine = TreeEngine(context.policy())
+    engine = TreeEngine(context.policy(), PlanSettings("auto", 8))
     rows = random_rows("three_levels", 2)
     full = engine.forward(rows, 1.0, want_entropy=True)
+    blocks_of_all = engine.stats.num_blocks
     need = np.zeros(rows.num_tokens, bool)
     need[rows.offsets_S1[3] + 2 : rows.offsets_S1[4]] = True
     some = engine.forward(rows, 1.0, want_entropy=True, need_T=need)
-    assert engine.stats.num_blocks < engine.tree(rows).trie.num_segments
+    assert engine.stats.num_blocks < blocks_of_all / 3
     shown = torch.from_numpy(need)
     torch.testing.assert_close(some.logprobs_T[shown], full.logprobs_T[shown], atol=2e-6, rtol=0)
     assert not some.logprobs_T[~shown].any()
@@ -144,20 +149,34 @@ def subtrees_without_coefficients_are_not_walked(context: Context) -> None:
     rows = random_rows("three_levels", 4)
     dlogp = torch.zeros(rows.num_tokens, dtype=torch.float64)
     dlogp[rows.offsets_S1[5] + 3 : rows.offsets_S1[6]] = 1.0
-    engine = TreeEngine(policy, PlanSettings("classic"))
+    engine = tree_engine(policy, PlanSettings("auto", 8))
     want = gradients(policy, DenseEngine(policy), rows, dlogp)
     assert_close(gradients(policy, engine, rows, dlogp), want, 1e-10)
-    assert engine.stats.num_blocks == 4
+    assert engine.stats.num_blocks <= 4
+    gradients(policy, engine, rows, torch.ones_like(dlogp))
+    assert engine.stats.num_blocks > 12
     zero = gradients(policy, engine, rows, torch.zeros_like(dlogp))
     assert all(not grad.any() for grad in zero.values())
 
 
-def two_optimizer_steps_equal_dense(context: Context) -> None:
+def tight_budgets_recompute_and_generous_ones_keep_every_graph(context: Context) -> None:
+    policy, rows = context.policy(torch.float64), random_rows("three_levels", 4)
+    dlogp = coefficients(rows, 1, torch.float64)
+    want, recomputed = gradients(policy, DenseEngine(policy), rows, dlogp), []
+    for budget in (8, 16, 10_000):  # tokens
+        engine = tree_engine(policy, PlanSettings("auto", 8, activation_budget=budget))
+        assert_close(gradients(policy, engine, rows, dlogp), want, 1e-10, f"{budget=}")
+        recomputed.append(engine.stats.recomputed_tokens)
+    assert recomputed[0] > 0 == recomputed[2], recomputed
+    assert recomputed == sorted(recomputed, reverse=True)
+
+
+def five_optimizer_steps_equal_dense(context: Context) -> None:
     weights = []
-    for mode in ("disabled", "dta", "sparse"):
-        policy = context.policy(optimizer=ADAM)
-        engine = make_engine(mode, policy)
-        for step in range(2):
+    for mode, plan in (("disabled", None), ("dta", None), ("sparse", None), ("dta", PlanSettings("classic", 7))):
+        policy = context.policy(optimizer=STEADY)
+        engine = make_engine(mode, policy, plan)
+        for step in range(5):
             rows = random_rows("three_levels", 20 + step)
             policy.zero_grad()
             engine.backward(rows, coefficients(rows, step, torch.float32), None, 0.8)
@@ -168,8 +187,7 @@ def two_optimizer_steps_equal_dense(context: Context) -> None:
         assert all(float(change.abs().max()) > 1e-4 for change in moved.values())
     for other in weights[1:]:
         for name, want in weights[0].items():
-            # Adam divides by the gradient's size: an element whose gradient is rounding noise may move either way
-            assert float((other[name] - want).norm() / want.norm()) < 2e-5, name
+            assert float((other[name] - want).norm() / want.norm()) < 2e-6, name
 
 
 def gradients_accumulate_over_backwards_until_reduced(context: Context) -> None:
@@ -351,7 +369,8 @@ CASES = (
     forward_computes_only_what_is_needed,
     masked_nan_and_last_positions_do_not_matter,
     subtrees_without_coefficients_are_not_walked,
-    two_optimizer_steps_equal_dense,
+    tight_budgets_recompute_and_generous_ones_keep_every_graph,
+    five_optimizer_steps_equal_dense,
     gradients_accumulate_over_backwards_until_reduced,
     non_finite_gradient_skips_the_step,
     hf_round_trip_is_bit_exact,

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from areal_dta.engine import DenseEngine, TreeEngine
 from areal_dta.engine.hf import TensorReader, to_megatron
 from tests.parity.cases_dp import continues_to_the_single_process_weights
-from tests.parity.cases_single import ADAM, PLANS, reference_coefficients
+from tests.parity.cases_single import ADAM, reference_coefficients
+from tests.parity.plans import PLANS, tree_engine
 from tests.parity.support import FAMILIES, Context, assert_close, gradients
 from tests.parity.tries import random_rows
 
@@ -26,7 +27,7 @@ def gradient_equals_dense_and_the_single_process(context: Context) -> None:
         qk = {name: grad for name, grad in whole.items() if "q_layernorm" in name or "k_layernorm" in name}
         assert_close(want, {**norm, **qk}, bound, "replicated parameters against the single process")
         for plan in PLANS:
-            got = gradients(policy, TreeEngine(policy, plan), rows, *coefs, temperature=0.6)
+            got = gradients(policy, tree_engine(policy, plan), rows, *coefs, temperature=0.6)
             assert_close(got, want, bound, f"{dtype} {plan}")
 
 

@@ -1,6 +1,6 @@
 """Runs each parallel layout once in its own processes and reports its cases one by one.
 
-Not covered: CUDA, Transformer Engine, pipeline stages, more than two ranks.
+Not covered: CUDA, Transformer Engine, more than four ranks, more than two stages.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import cases_dp, cases_single, cases_tp
+from tests.parity.layouts import case_names
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUT_TIMEOUT_S = 240.0
+LAYOUT_TIMEOUT_S = 480.0  # of a loaded machine; each needs less than a minute of one core
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,17 @@ def single(shared_folder: Path) -> LayoutRun:
 
 
 @pytest.fixture(scope="session")
+def memory(shared_folder: Path) -> LayoutRun:
+    return _run("memory", 1, shared_folder)
+
+
+@pytest.fixture(scope="session")
+def losses(shared_folder: Path, single: LayoutRun) -> LayoutRun:
+    """Needs the models that the single process wrote."""
+    return _run("losses", 1, shared_folder)
+
+
+@pytest.fixture(scope="session")
 def dp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
     """Needs the reference gradients and the checkpoint that the single process wrote."""
     return _run("dp2", 2, shared_folder)
@@ -93,25 +104,82 @@ def tp2sp(shared_folder: Path, dp2: LayoutRun) -> LayoutRun:
     return _run("tp2sp", 2, shared_folder)
 
 
-def _names(cases: tuple) -> list[str]:
-    return [case.__name__ for case in cases]
+@pytest.fixture(scope="session")
+def pp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
+    return _run("pp2", 2, shared_folder)
 
 
-@pytest.mark.parametrize("case", _names(cases_single.CASES))
+@pytest.fixture(scope="session")
+def tp2pp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
+    return _run("tp2pp2", 4, shared_folder)
+
+
+@pytest.fixture(scope="session")
+def dp2tp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
+    return _run("dp2tp2", 4, shared_folder)
+
+
+@pytest.fixture(scope="session")
+def dp2pp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
+    return _run("dp2pp2", 4, shared_folder)
+
+
+@pytest.fixture(scope="session")
+def single_again(shared_folder: Path, pp2: LayoutRun, tp2pp2: LayoutRun) -> LayoutRun:
+    """Needs the checkpoints that pipelines wrote."""
+    return _run("single_again", 1, shared_folder)
+
+
+@pytest.mark.parametrize("case", case_names("single"))
 def test_single_process(single: LayoutRun, case: str) -> None:
     single.check(case)
 
 
-@pytest.mark.parametrize("case", _names(cases_dp.CASES))
+@pytest.mark.parametrize("case", case_names("memory"))
+def test_memory(memory: LayoutRun, case: str) -> None:
+    memory.check(case)
+
+
+@pytest.mark.parametrize("case", case_names("losses"))
+def test_losses_of_areal(losses: LayoutRun, case: str) -> None:
+    losses.check(case)
+
+
+@pytest.mark.parametrize("case", case_names("dp2"))
 def test_two_data_parallel_ranks(dp2: LayoutRun, case: str) -> None:
     dp2.check(case)
 
 
-@pytest.mark.parametrize("case", _names(cases_tp.CASES))
+@pytest.mark.parametrize("case", case_names("tp2"))
 def test_two_tensor_parallel_ranks(tp2: LayoutRun, case: str) -> None:
     tp2.check(case)
 
 
-@pytest.mark.parametrize("case", _names(cases_tp.SP_CASES))
+@pytest.mark.parametrize("case", case_names("tp2sp"))
 def test_two_sequence_parallel_ranks(tp2sp: LayoutRun, case: str) -> None:
     tp2sp.check(case)
+
+
+@pytest.mark.parametrize("case", case_names("pp2"))
+def test_two_pipeline_stages(pp2: LayoutRun, case: str) -> None:
+    pp2.check(case)
+
+
+@pytest.mark.parametrize("case", case_names("tp2pp2"))
+def test_two_pipeline_stages_of_two_tensor_parallel_ranks(tp2pp2: LayoutRun, case: str) -> None:
+    tp2pp2.check(case)
+
+
+@pytest.mark.parametrize("case", case_names("dp2tp2"))
+def test_two_data_parallel_replicas_of_two_tensor_parallel_ranks(dp2tp2: LayoutRun, case: str) -> None:
+    dp2tp2.check(case)
+
+
+@pytest.mark.parametrize("case", case_names("dp2pp2"))
+def test_two_data_parallel_replicas_of_two_pipeline_stages(dp2pp2: LayoutRun, case: str) -> None:
+    dp2pp2.check(case)
+
+
+@pytest.mark.parametrize("case", case_names("single_again"))
+def test_a_single_process_after_the_pipelines(single_again: LayoutRun, case: str) -> None:
+    single_again.check(case)

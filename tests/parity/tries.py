@@ -6,11 +6,12 @@ import numpy as np
 
 from areal_dta.engine import Rows
 
-VOCAB = 96
+VOCAB = 1024  # enough for a thousand children of one token
+_ALPHABET = 96  # of random tokens: siblings meet by chance
 
 
 def _tokens(rng: np.random.Generator, low: int, high: int) -> list[int]:
-    return rng.integers(0, VOCAB, int(rng.integers(low, high))).tolist()
+    return rng.integers(0, _ALPHABET, int(rng.integers(low, high))).tolist()
 
 
 def three_levels(rng: np.random.Generator) -> list[list[int]]:
@@ -65,6 +66,18 @@ def forest(rng: np.random.Generator) -> list[list[int]]:
 def many_siblings(rng: np.random.Generator) -> list[list[int]]:
     prefix = _tokens(rng, 6, 9)
     return [prefix + _tokens(rng, 1, 5) for _ in range(40)]
+
+
+def thousand_siblings() -> Rows:
+    """A thousand children of one token, each with one more token; all rows of the same length."""
+    return Rows.from_lists([[1, 2, 3, 4, sibling, 5] for sibling in range(1000)])
+
+
+def deep_chain() -> Rows:
+    """Sixty branching tokens below each other, and a row that ends at each of them."""
+    trunk = np.random.default_rng(0).integers(0, _ALPHABET, 64).tolist()
+    branches = [trunk[:length] + [_ALPHABET + length] for length in range(4, 64)]
+    return Rows.from_lists([*branches, *(trunk[:length] for length in range(4, 65))])
 
 
 SHAPES = (three_levels, duplicates_and_prefixes, one_token_rows, one_leaf, chain, comb, forest, many_siblings)

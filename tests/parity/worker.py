@@ -19,35 +19,37 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 
-from areal_dta.engine import ParallelSizes, init_process_group  # noqa: E402
-from tests.parity import cases_dp, cases_single, cases_tp  # noqa: E402
-from tests.parity.support import Context, write_models  # noqa: E402
+from areal_dta.engine import init_process_group  # noqa: E402
+from tests.parity.layouts import LAYOUTS  # noqa: E402
+from tests.parity.support import Context, worst_errors, write_models  # noqa: E402
 
-LAYOUTS = {
-    "single": (ParallelSizes(), cases_single.CASES),
-    "dp2": (ParallelSizes(dp=2), cases_dp.CASES),
-    "tp2": (ParallelSizes(tp=2), cases_tp.CASES),
-    "tp2sp": (ParallelSizes(tp=2, sequence_parallel=True), cases_tp.SP_CASES),
-}
 COLLECTIVE_TIMEOUT_S = 60.0
 
 
 def main(layout: str, rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     sizes, cases = LAYOUTS[layout]
+    if layout == "losses":
+        from tests.parity import cases_losses
+
+        cases = cases_losses.CASES
     if layout == "single":
         write_models(folder)
     init_process_group(rank, sizes.world_size, "127.0.0.1", port, timeout_s=COLLECTIVE_TIMEOUT_S)
     context = Context(rank, sizes, folder)
     results: dict[str, str] = {}
     for case in cases:
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         try:
             case(context)
             results[case.__name__] = ""
         except Exception:  # noqa: BLE001  a case's failure is its result
             results[case.__name__] = traceback.format_exc()
-        print(f"{case.__name__}: {'failed' if results[case.__name__] else 'ok'} in {time.perf_counter() - began:.2f} s")
+        worst = ", ".join(f"{error:.1e} of {bound:.0e}" for bound, error in sorted(worst_errors.items()))
+        times = f"{time.perf_counter() - began:.2f} s, {time.process_time() - began_cpu:.2f} s of CPU"
+        outcome = f"{'failed' if results[case.__name__] else 'ok'} in {times}"
+        print(f"{case.__name__}: {outcome}{worst and f', worst error {worst}'}", flush=True)
+        worst_errors.clear()
         (folder / f"{layout}.{rank}.json").write_text(json.dumps(results))
         if results[case.__name__] and sizes.world_size > 1:
             break

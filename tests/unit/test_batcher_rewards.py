@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal_dta.batcher.dispatch import assemble, deal_minibatches
+from areal_dta.batcher.dispatch import assemble
 from areal_dta.batcher.leases import Episode, lease_id
 from areal_dta.batcher.rewards import shape, standardise
 from areal_dta.batcher.settings import RewardSettings
 from areal_dta.records import Lease
 from areal_dta.tree.cost import CostModel
+from areal_dta.tree.minibatch import deal_groups
 from tests.unit.batcher_kit import settings, trajectory
 
 GROUPS = [np.array([0.0, 1.0, 1.0, 2.0]), np.array([3.0, 3.0])]
@@ -85,10 +86,10 @@ def test_turn_level_rewards_keep_their_differences():
 
 
 def test_groups_are_dealt_evenly_and_by_seed_and_every_minibatch_is_cut_over_the_ranks():
-    deal = deal_minibatches(10, 3, seed=1, step=5)
+    deal = deal_groups(10, 3, seed=1, step=5)
     assert sorted(np.bincount(deal).tolist()) == [3, 3, 4]
-    np.testing.assert_array_equal(deal, deal_minibatches(10, 3, seed=1, step=5))
-    assert any((deal != deal_minibatches(10, 3, seed=1, step=s)).any() for s in range(5))
+    np.testing.assert_array_equal(deal, deal_groups(10, 3, seed=1, step=5))
+    assert any((deal != deal_groups(10, 3, seed=1, step=s)).any() for s in range(5))
     groups = [episodes(g, [0.0, 1.0], [4, 4]) for g in range(6)]
     config = settings(batch_groups=6, num_minibatches=2, num_ranks=2, cost=CostModel(1.0, 0.1))
     batch = assemble(groups, 0, 0, config)

@@ -111,10 +111,24 @@ def test_changed_copy_is_checked() -> None:
         ("embedded.ports=[7000,7001]", ["one port for each of 1 servers"]),
         ("embedded.ports=[70000]", ["70000", "65535"]),
         ("tree_training_mode=dtaa", ["tree_training_mode=dtaa", "disabled, sparse, dta", "did you mean dta"]),
+        ("dta.plan=clasic", ["dta.plan=clasic", "auto, classic, sparse, dense", "did you mean classic"]),
+        ("dta.order=heavy", ["dta.order=heavy", "lexicographic, heavy_first, heavy_last"]),
+        ("dta.activation_budget=2Gigs", ["dta.activation_budget='2Gigs'", "2GiB"]),
+        ("dta.activation_budget=-1", ["dta.activation_budget=-1", "not negative"]),
+        ("dta.max_block_tokens=0", ["dta.max_block_tokens=0", "positive"]),
+        ("dta.calibrate=1", ["dta.calibrate=1", "true or false"]),
+        (
+            "dta.fused_loss=true actor.importance_sampling_level=sequence",
+            ["dta.fused_loss=true", "actor.importance_sampling_level=sequence", "set dta.fused_loss=false"],
+        ),
+        (
+            "dta.fused_loss=true actor.rejection_sampling.level=sequence",
+            ["dta.fused_loss=true", "actor.rejection_sampling.level=sequence", "rejection_sampling.level=token"],
+        ),
+        ("dta.leaf_merge=false", ["dta.leaf_merge=false", "dta.plan=auto", "set dta.plan=dense"]),
+        ("dta.cut_tail=false dta.plan=sparse", ["dta.cut_tail=false", "dta.plan=sparse", "set dta.plan=classic"]),
         ("actor.optimizer.type=sgd", ["actor.optimizer.type=sgd", "choose one of: adam, adamw"]),
         ("actor.optimizer.type=adam_bf16", ["actor.optimizer.type=adam_bf16", "adam, adamw"]),
-        ("actor.backend=megatron:d2p2", ["actor.backend=megatron:d2p2", "pipeline parallelism", "use p1"]),
-        ("actor.backend=archon:p2", ["actor.backend=megatron:d1p2", "pipeline parallelism"]),
         ("actor.log_agent_stats=true", ["actor.log_agent_stats=True", "set it to false"]),
         ("actor.init_from_scratch=true", ["actor.init_from_scratch=True", "actor.path"]),
         ("actor.megatron.fp8_config.mode=e4m3", ["actor.megatron.fp8_config", "not supported"]),
@@ -161,6 +175,23 @@ def test_nonsense_is_refused_naming_key_value_and_remedy(override: str, parts: l
     message = error_of(*override.split())
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("0", 0), ("2GiB", 2 << 30), ("1.5 GB", 1_500_000_000), ("512M", 512_000_000), ("4096", 4096), ("3KiB", 3072)],
+)
+def test_a_number_of_bytes_may_carry_a_unit(text: str, num_bytes: int) -> None:
+    config = load_config(QUICKSTART, [f"dta.activation_budget={text}"])
+    assert config.dta.activation_budget == config.raw["dta"]["activation_budget"] == num_bytes
+
+
+def test_plan_keys_without_effect_are_announced() -> None:
+    config = load_config(QUICKSTART, ["tree_training_mode=sparse", "dta.plan=classic", "dta.calibrate=true"])
+    assert config.notices == (
+        "dta.plan=classic has no effect with tree_training_mode=sparse",
+        "dta.calibrate=True has no effect with tree_training_mode=sparse",
+    )
 
 
 def test_missing_mandatory_key_is_named() -> None:
@@ -329,6 +360,14 @@ class TestAllocation:
         alloc = parse_allocation("megatron:p2d3t4", "actor.backend")
         assert (alloc.dp, alloc.tp, alloc.pp, alloc.world_size) == (3, 4, 2, 24)
         assert str(alloc) == "megatron:d3t4p2"
+
+    def test_training_takes_data_tensor_and_pipeline_sizes(self) -> None:
+        assert load_config(QUICKSTART, ["actor.backend=megatron:d2t2p2"]).train_allocation.world_size == 8
+        assert str(load_config(QUICKSTART, ["actor.backend=archon:p2"]).train_allocation) == "megatron:d1p2"
+
+    def test_virtual_pipeline_stages_are_refused(self) -> None:
+        message = error_of("actor.backend=megatron:p2", "+actor.megatron.virtual_pipeline_parallel_size=2")
+        assert "actor.megatron.virtual_pipeline_parallel_size=2" in message
 
     def test_named_and_dotted_parts(self) -> None:
         assert str(parse_allocation("sglang[rollout]:d4", "k")) == "sglang:d4"

@@ -110,7 +110,7 @@ def test_releasing_part_of_a_frame_keeps_its_upper_rows() -> None:
 def test_head_equals_autograd_of_log_softmax(
     temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_dta.engine.head._CHUNK_ELEMENTS", 23 * 3)  # three positions at a time
+    monkeypatch.setattr("areal_dta.engine.head.head_chunk_rows", lambda local_vocab: 3)  # three positions at a time
     hidden, weight = random(8, 5).requires_grad_(), random(23, 5, seed=1).requires_grad_()
     row = np.asarray([0, 0, 0, 2, 3, 3, 6, 7])
     label = np.asarray([4, 9, 4, 1, 22, 0, 7, 7])

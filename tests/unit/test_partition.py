@@ -1,5 +1,5 @@
-"""Cost model and partition against brute force on small batches. Not covered: wall time of batches beyond a few
-thousand rows.
+"""Cost model, contiguous cut and greedy baselines against brute force on small batches. Not covered: wall time of
+batches beyond a few thousand rows, which `scripts/bench.py partition` measures.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from areal_dta.tree.cost import TREE_TOKENS, CostModel, RunCosts, flop_model
+from areal_dta.tree.cost import TREE_TOKENS, CostModel, RunCosts, flop_model, lower_bound
 from areal_dta.tree.order import RULES, order_children, subtree_tokens
-from areal_dta.tree.partition import METHODS, bin_cost, contiguous, partition
+from areal_dta.tree.partition import METHODS, bin_cost, contiguous, duplicated_tokens, ffd_tokens, ffd_tree, partition
+from areal_dta.tree.partition_greedy import ffd_tree_below
 from areal_dta.tree.trie import build_trie, sort_rows
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=0, max_size=9)
@@ -67,6 +68,48 @@ def test_every_method_gives_every_row_to_one_rank(rows, num_bins, model, method)
     assert len(bins) == num_bins
     assert sorted(np.concatenate([np.arange(0), *bins]).tolist()) == list(range(len(rows)))
     assert all((np.diff(b) > 0).all() for b in bins)
+    assert sum(len(b) == 0 for b in bins) == max(0, num_bins - len(rows))
+    computed = sum(naive_cost(pick(rows, b), TREE_TOKENS) for b in bins)
+    assert duplicated_tokens(sort(rows), bins) == computed - naive_cost(rows, TREE_TOKENS)
+
+
+def pick(rows, members):
+    ordered = sorted(rows)
+    return [ordered[i] for i in members]
+
+
+@hypothesis_settings(deadline=None)
+@given(ROWS, st.integers(1, 5), MODELS)
+def test_greedy_baselines_equal_their_slow_twins(rows, num_bins, model):
+    ordered, s = sorted(rows), sort(rows)
+    by_tokens = [[] for _ in range(num_bins)]
+    by_tree = [[] for _ in range(num_bins)]
+    for i in sorted(range(len(ordered)), key=lambda i: -len(ordered[i])):
+        min(by_tokens, key=lambda b: sum(len(ordered[j]) for j in b)).append(i)
+        after = [round(naive_cost([ordered[j] for j in [*b, i]], model), 6) for b in by_tree]
+        by_tree[min(range(num_bins), key=lambda b: (after[b], len(by_tree[b])))].append(i)
+    assert [b.tolist() for b in ffd_tokens(s, num_bins, model)] == [sorted(b) for b in by_tokens]
+    greedy = ffd_tree(s, num_bins, model)
+    if model.per_token in (0.0, 1.0, 3.0):  # exact in floating point; elsewhere ties may be broken by rounding
+        assert [b.tolist() for b in greedy] == [sorted(b) for b in by_tree]
+    heaviest = max(bin_cost(s, b, model) for b in greedy)
+    assert ffd_tree_below(s, num_bins, model, 0.99 * heaviest) is None or heaviest == 0
+    assert ffd_tree_below(s, num_bins, model, 1.01 * heaviest) is not None
+
+
+@hypothesis_settings(deadline=None)
+@given(ROWS, st.integers(1, 4), MODELS)
+def test_no_assignment_of_rows_to_ranks_beats_the_lower_bound(rows, num_bins, model):
+    rows = rows[:5]
+    s = sort(rows)
+    bound, set_by_row = lower_bound(s, num_bins, model)
+    best = min(
+        max(naive_cost([r for r, b in zip(rows, chosen, strict=True) if b == k], model) for k in range(num_bins))
+        for chosen in itertools.product(range(num_bins), repeat=len(rows))
+    )
+    assert bound <= best * (1 + 1e-12)
+    longest = max((naive_cost([r], model) for r in rows), default=0.0)
+    assert bound == pytest.approx(longest) if set_by_row else bound >= longest * (1 - 1e-12)
 
 
 def test_eight_equal_rows_on_two_ranks_leave_none_empty():
@@ -100,7 +143,7 @@ def test_flops_of_a_known_model():
 
 
 def test_wrong_requests_are_refused():
-    with pytest.raises(ValueError, match="unknown partition 'best'; choose one of contiguous"):
+    with pytest.raises(ValueError, match="unknown partition 'best'; choose one of refined, contiguous"):
         partition("best", sort([[1]]), 1, TREE_TOKENS)
     with pytest.raises(ValueError, match="over 0 ranks"):
         partition("contiguous", sort([[1]]), 0, TREE_TOKENS)

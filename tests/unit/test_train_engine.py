@@ -81,7 +81,7 @@ def test_ppo_steps_equal_plain_autograd(model: Path, tmp_path: Path, steps: int,
         shard = random_shard(step, num_minibatches=num_minibatches)
         stats = ppo_step(engine, shard, num_minibatches)
         expected = np.array(reference.step(shard, num_minibatches))
-        assert stats["ppo_actor/update/loss"] == pytest.approx(expected[:, 0].mean(), rel=1e-4, abs=1e-6)
+        assert stats["ppo_actor/update/batch_loss"] == pytest.approx(expected[:, 0].mean(), rel=1e-4, abs=1e-6)
         assert stats["ppo_actor/update/grad_norm"] == pytest.approx(expected[:, 1].mean(), rel=1e-4)
         assert stats["ppo_actor/update/update_successful"] == 1.0
     engine.policy.save_hf(tmp_path / "after")
@@ -95,7 +95,9 @@ def test_part_one_is_reused_once_per_weights_and_changes_nothing(model: Path, tm
         engine = build_engine(model, local_settings(reuse_forward=reuse))
         stats = ppo_step(engine, shard, 3)
         engine.policy.save_hf(tmp_path / str(reuse))
-        outcomes.append((stats["ppo_actor/update/loss"], stats["ppo_actor/update/entropy/avg"], tmp_path / str(reuse)))
+        outcomes.append(
+            (stats["ppo_actor/update/batch_loss"], stats["ppo_actor/update/entropy/avg"], tmp_path / str(reuse))
+        )
         assert engine.step.num_reused == (1 if reuse else 0)  # the first minibatch; the others have new weights
     (loss_a, entropy_a, folder_a), (loss_b, entropy_b, folder_b) = outcomes
     assert loss_a == pytest.approx(loss_b, rel=1e-5)
@@ -157,7 +159,7 @@ def test_any_of_areals_losses_runs_on_the_tree_as_densely_and_on_a_rank_without_
     for mode in ("dta", "disabled"):
         engine = build_engine(model, local_settings(mode=mode, loss_positions_only=mode == "dta"), **LOSSES[name])
         stats.append(ppo_step(engine, random_shard(8, num_minibatches=2), 2))
-    for key in ("loss", "grad_norm", "clip_ratio/avg", "importance_weight/avg", "actor_loss/avg"):
+    for key in ("batch_loss", "grad_norm", "clip_ratio/avg", "importance_weight/avg", "actor_loss/avg"):
         full = f"ppo_actor/update/{key}"
         assert stats[0][full] == pytest.approx(stats[1][full], rel=2e-5, abs=1e-6), key
     assert stats[0]["ppo_actor/update/grad_norm"] > 1e-3
@@ -211,7 +213,7 @@ def test_eval_batch_is_the_training_loss_without_a_step(model: Path) -> None:
     batch = rolled(batch_of_shard(random_shard(3)))
     evaluated = engine.eval_batch(batch, token_mean, count)
     trained = engine.train_batch(batch, token_mean, count)
-    assert float(evaluated) == pytest.approx(trained["loss"], rel=1e-5)
+    assert float(evaluated) == pytest.approx(trained["batch_loss"], rel=1e-5)
     assert float(engine.eval_batch(batch, token_mean, count)) < float(evaluated)
 
 

@@ -1,4 +1,6 @@
-"""One rank of test_train_engine_ranks.py: run the scenarios, write what came out; started as a process by the test."""
+"""One rank of test_train_engine_ranks.py: run a grid's scenarios, write what came out; started as a process by the
+test.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,29 @@ def rank_1_misses_a_minibatch(shard: Shard) -> list[list[int]]:
     return [sorted({0, *second}), [r for r in range(1, shard.num_rows) if r not in second]]
 
 
-# name: (seed, minibatches, who gets which rows, only loss positions are computed)
-SCENARIOS: dict[str, tuple[int, int, Cut, bool]] = {
-    "halves": (11, 1, halves, False),
-    "empty_rank": (12, 1, all_on_rank_0, True),
-    "missing_minibatch": (13, 2, rank_1_misses_a_minibatch, False),
+def both_have_all(shard: Shard) -> list[list[int]]:
+    return [list(range(shard.num_rows))] * 2
+
+
+# backend: name: (seed, minibatches, who gets which rows, only loss positions are computed)
+SCENARIOS: dict[str, dict[str, tuple[int, int, Cut, bool]]] = {
+    "megatron:d2": {
+        "halves": (11, 1, halves, False),
+        "empty_rank": (12, 1, all_on_rank_0, True),
+        "missing_minibatch": (13, 2, rank_1_misses_a_minibatch, False),
+    },
+    "megatron:d1t1p2": {
+        "pipeline": (14, 2, both_have_all, True),
+    },
 }
 
 
-def main(rank: int, port: int, model: Path, out: Path) -> None:
+def main(backend: str, rank: int, port: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
     results = {}
-    for name, (seed, num_minibatches, cut, only) in SCENARIOS.items():
+    for name, (seed, num_minibatches, cut, only) in SCENARIOS[backend].items():
         settings = local_settings(rank=rank, world_size=2, master_port=port, loss_positions_only=only)
-        engine = build_engine(model, settings, backend="megatron:d2")
+        engine = build_engine(model, settings, backend=backend)
         whole = random_shard(seed, num_minibatches=num_minibatches)
         results[name] = ppo_step(engine, subset(whole, cut(whole)[rank]), num_minibatches)
         engine.policy.save_hf(out / name)
@@ -71,4 +82,4 @@ def _publish_to_nobody(engine, out: Path) -> str:  # type: ignore[no-untyped-def
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))

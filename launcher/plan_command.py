@@ -1,0 +1,200 @@
+"""`areal-dta plan TRACE`: the tree of a trace and what training on it will cost, rank by rank. Needs no torch.
+
+With a configuration file instead of a trace it shows what `areal-dta run CONFIG --dry-run` shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from areal_dta.config import ConfigError
+from areal_dta.config_schema_check import parse_bytes
+from areal_dta.tree.calibration import Calibration, CalibrationError
+from areal_dta.tree.cost import lower_bound
+from areal_dta.tree.partition import DEFAULT_METHOD
+from areal_dta.tree.plan import PlanKind, PlanSettings
+from areal_dta.tree.sizes import ModelSizes
+from areal_dta.tree.trie import sort_rows
+from launcher.commands import run
+from launcher.rundir import RunError
+from launcher.trace_plan import Models, RankPlan, TreeFigures, models_of, plan_ranks, tree_figures
+from launcher.trace_rows import read_rows
+
+__all__ = ["plan"]
+
+_CONFIG_SUFFIXES = (".yaml", ".yml")
+_TRACE_OPTIONS = (
+    "ranks", "partition", "model", "plan", "max_block_tokens", "activation_budget", "calibration", "rows", "where",
+    "dtype", "tp", "compare",
+)  # fmt: skip
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Decides by file type; raises RunError or ConfigError for what cannot be planned."""
+    path: Path = args.file
+    if not path.is_file():
+        raise RunError(f"{path} does not exist; give a trace (.npz) or a configuration (.yaml)")
+    with path.open("rb") as file:
+        is_zip = file.read(2) == b"PK"
+    if path.suffix in _CONFIG_SUFFIXES and not is_zip:
+        given = [name for name in _TRACE_OPTIONS if getattr(args, name)]
+        if given:
+            raise RunError(f"--{given[0].replace('_', '-')} is for traces; {path} is a configuration, give key=value")
+        return run(path, args.overrides, True, args.json, None, False)
+    if path.suffix != ".npz" and not is_zip:
+        raise RunError(f"{path} is neither a trace (.npz) nor a configuration (.yaml); give one of them")
+    if args.overrides:
+        raise RunError(f"{args.overrides[0]}: key=value is for configurations; {path} is a trace, give options")
+    try:
+        report = _report(args)
+    except ValueError as error:  # a partition, a budget or a file that cannot be used; the messages say what to change
+        raise error if isinstance(error, ConfigError) else RunError(str(error)) from error
+    print(json.dumps(dataclasses.asdict(report)) if args.json else _text(report))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Everything that is printed. ``basis`` says where seconds and bytes come from."""
+
+    trace: str
+    settings: dict[str, Any]
+    partition: str
+    basis: str
+    tree: TreeFigures
+    ranks: list[RankPlan]
+    over_mean: float  # cost of the heaviest rank against the mean of all
+    over_bound: float  # and against what no partition can undercut
+    comparison: dict[str, list[RankPlan]]
+
+
+def _report(args: argparse.Namespace) -> _Report:
+    settings = PlanSettings(
+        kind=args.plan or "auto",
+        max_block_tokens=args.max_block_tokens or PlanSettings().max_block_tokens,
+        activation_budget=parse_bytes(args.activation_budget or 0, "--activation-budget"),
+    )
+    models, basis = _models(args)
+    rows = read_rows(args.file, args.rows or "auto", args.where)
+    order = sort_rows(rows.ids_T, rows.offsets_S1)
+    method, num_ranks = args.partition or DEFAULT_METHOD, args.ranks or 1
+    plans: dict[str, list[RankPlan]] = {settings.kind: plan_ranks(rows, order, num_ranks, method, settings, models)}
+    for name, other in _alternatives(settings).items() if args.compare else ():
+        plans[name] = plan_ranks(rows, order, num_ranks, method, other, models)
+    costs = [rank.cost for rank in plans[settings.kind]]
+    return _Report(
+        trace=str(args.file),
+        settings=dataclasses.asdict(settings),
+        partition=method,
+        basis=basis,
+        tree=tree_figures(rows, order, models.flops),
+        ranks=plans[settings.kind],
+        over_mean=max(costs) * len(costs) / sum(costs),
+        over_bound=max(costs) / lower_bound(order, num_ranks, models.balance)[0],
+        comparison=plans if args.compare else {},
+    )
+
+
+def _alternatives(settings: PlanSettings) -> dict[str, PlanSettings]:
+    """The other kinds of plan, and training every row alone."""
+    kinds = [kind for kind in get_args(PlanKind) if kind != settings.kind]
+    others = {kind: dataclasses.replace(settings, kind=kind) for kind in kinds}
+    return {**others, "rows alone": dataclasses.replace(settings, kind="dense", leaf_merge=False)}
+
+
+def _models(args: argparse.Namespace) -> tuple[Models, str]:
+    sizes = ModelSizes.from_folder(args.model) if args.model else None
+    calibration = None
+    if args.calibration:
+        for option in ("dtype", "tp"):
+            if getattr(args, option):
+                raise RunError(
+                    f"--{option} is for estimates; {args.calibration} holds measurements, remove one of them"
+                )
+        try:
+            calibration = Calibration.read(args.calibration)
+        except (FileNotFoundError, CalibrationError) as error:
+            raise RunError(f"--calibration {args.calibration}: {error}") from error
+    models = models_of(sizes, calibration, args.dtype, args.tp or 1)
+    if calibration is not None:
+        fingerprint = calibration.fingerprint
+        return models, f"measured on {fingerprint.get('device', '?')}, {fingerprint.get('dtype', '?')}"
+    if sizes is None:
+        return models, "give --model FOLDER (config.json is enough) or --calibration FILE for FLOP, seconds and bytes"
+    return models, "estimated from the model's shape: compare plans by it, don't expect these seconds"
+
+
+# ---- text ----
+
+
+def _text(report: _Report) -> str:
+    tree, settings = report.tree, report.settings
+    limit = "" if tree.flop_limit is None else f"   FLOP limit {tree.flop_limit:.2f} x (no walk can gain more)"
+    budget = _bytes(settings["activation_budget"]) if settings["activation_budget"] else "automatic"
+    lines = [
+        f"{report.trace}: {tree.rows} rows of {tree.episodes} episodes",
+        f"  row tokens   {tree.row_tokens:>12,}   of them with loss {tree.loss_tokens:,}",
+        f"  tree tokens  {tree.tree_tokens:>12,}   {tree.token_ratio:.2f} x fewer{limit}",
+        f"  depth        {tree.longest_row:>12,}   mean row {tree.mean_row:,.0f} tokens",
+        f"  segments     {tree.segments:>12,}   {tree.leaves:,} leaves",
+        "",
+        f"plan {settings['kind']}, blocks of at most {settings['max_block_tokens']} tokens, budget {budget}; "
+        f"{len(report.ranks)} rank{'s' * (len(report.ranks) > 1)} by {report.partition}",
+        *_table([("rank", *_HEAD), *((str(k), *_cells(rank)) for k, rank in enumerate(report.ranks))]),
+    ]
+    if len(report.ranks) > 1:
+        lines.append(f"heaviest rank: {report.over_mean:.3f} x the mean, {report.over_bound:.3f} x the lower bound")
+    if report.comparison:
+        lines += ["", "plans compared (slowest and hungriest rank)", *_comparison(report.comparison)]
+    return "\n".join([*lines, "", f"time and peak: {report.basis}"])
+
+
+_HEAD = ("rows", "row tokens", "tree tokens", "computed", "blocks", "tiles", "kept", "recomputed", "time", "peak")
+
+
+def _cells(rank: RankPlan) -> tuple[str, ...]:
+    counts = (
+        rank.rows, rank.row_tokens, rank.tree_tokens, rank.computed_tokens, rank.blocks, rank.tiles, rank.kept_tokens,
+        rank.recomputed_tokens,
+    )  # fmt: skip
+    return (*(f"{count:,}" for count in counts), _seconds(rank.seconds), _bytes(rank.peak_bytes))
+
+
+def _comparison(plans: dict[str, list[RankPlan]]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("plan", "computed", "recomputed", "blocks", "tiles", "time", "peak", "planning")]
+    for kind, ranks in plans.items():
+        counts = (
+            sum(getattr(r, n) for r in ranks) for n in ("computed_tokens", "recomputed_tokens", "blocks", "tiles")
+        )
+        seconds, peak = (_largest([getattr(r, n) for r in ranks]) for n in ("seconds", "peak_bytes"))
+        cells = (*(f"{count:,}" for count in counts), _seconds(seconds), _bytes(peak))
+        rows.append((kind, *cells, _seconds(max(r.plan_s for r in ranks))))
+    return _table(rows)
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    return max((v for v in values if v is not None), default=None)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:,.1f} s"
+
+
+def _bytes(value: float | None) -> str:
+    if value is None:
+        return "-"
+    power = next((p for p in (4, 3, 2, 1) if value >= 1024**p), 0)
+    return f"{value / 1024**power:,.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -1,0 +1,115 @@
+"""The training rows of a trace file: ids and offsets, and where loss lies when the trace has turns.
+
+Legend: E episodes of the trace, S rows, T tokens of all rows laid end to end.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from launcher.rundir import RunError
+
+__all__ = ["RowKind", "TraceRows", "read_rows"]
+
+RowKind = Literal["auto", "episodes", "turns"]
+_TURNS = ("turn_traj", "turn_start", "turn_end")
+
+
+@dataclass(frozen=True)
+class TraceRows:
+    """``loss_T`` marks tokens that carry loss; None when the trace does not tell (every token counts)."""
+
+    ids_T: np.ndarray
+    offsets_S1: np.ndarray
+    loss_T: np.ndarray | None
+    num_episodes: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.offsets_S1) - 1
+
+    def take(self, rows: np.ndarray) -> TraceRows:
+        """These rows, in this order."""
+        lens_S = np.diff(self.offsets_S1)[rows]
+        index_T, offsets_S1 = _spans(self.offsets_S1[:-1][rows], lens_S)
+        loss_T = None if self.loss_T is None else self.loss_T[index_T]
+        return TraceRows(self.ids_T[index_T], offsets_S1, loss_T, self.num_episodes)
+
+
+def read_rows(path: Path, kind: RowKind = "auto", where: Sequence[str] = ()) -> TraceRows:
+    """Rows of an npz file with ``ids`` and ``offsets``.
+
+    ``turns``: one row per turn, the episode's tokens up to the turn's end, with loss on the turn, as training expands
+    episodes; needs the arrays ``turn_traj``, ``turn_start``, ``turn_end``. ``episodes``: the sequences of the file as
+    they are. ``auto``: turns where the file has them. ``where`` keeps episodes whose fields have given values
+    (``field=value``). Raises RunError.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            trace = {name: file[name] for name in file.files if name not in ("logprobs", "versions")}
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise RunError(f"{path} is not a readable npz file: {error}") from error
+    keep_E = _selected(path, _checked(path, trace), where)
+    has_turns = all(name in trace for name in _TURNS)
+    if kind == "turns" and not has_turns:
+        raise RunError(f"{path} has no {', '.join(_TURNS)}; use --rows episodes")
+    ids, offsets = trace["ids"], trace["offsets"].astype(np.int64)
+    if kind == "episodes" or not has_turns:
+        whole = TraceRows(ids, offsets, None, int(keep_E.sum()))
+        return whole if keep_E.all() else whole.take(np.flatnonzero(keep_E))
+    episode_S, start_S, end_S = (trace[name].astype(np.int64) for name in _TURNS)
+    lens_E = np.diff(offsets)
+    if len(episode_S) and not (
+        len(episode_S) == len(start_S) == len(end_S)
+        and 0 <= episode_S.min() <= episode_S.max() < len(lens_E)
+        and (start_S >= 0).all()
+        and (end_S <= lens_E[episode_S]).all()
+    ):
+        raise RunError(f"{path}: a turn lies outside its episode; write the trace anew, or use --rows episodes")
+    used_S = (end_S > start_S) & keep_E[episode_S]
+    if not used_S.any():
+        raise RunError(f"{path} has no turn with generated tokens{' there' if where else ''}; use --rows episodes")
+    lens_S = end_S[used_S]
+    index_T, offsets_S1 = _spans(offsets[episode_S[used_S]], lens_S)
+    within_T = np.arange(len(index_T)) - np.repeat(offsets_S1[:-1], lens_S)
+    return TraceRows(ids[index_T], offsets_S1, within_T >= np.repeat(start_S[used_S], lens_S), int(keep_E.sum()))
+
+
+def _spans(start_S: np.ndarray, lens_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(flat indices of the spans end to end, their offsets)."""
+    offsets_S1 = np.zeros(len(lens_S) + 1, np.int64)
+    np.cumsum(lens_S, out=offsets_S1[1:])
+    return np.repeat(start_S - offsets_S1[:-1], lens_S) + np.arange(int(offsets_S1[-1])), offsets_S1
+
+
+def _checked(path: Path, trace: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    for name in ("ids", "offsets"):
+        if name not in trace:
+            raise RunError(f"{path} has no array {name!r}; a trace holds ids (flat) and offsets (one more than rows)")
+    ids, offsets = trace["ids"], trace["offsets"]
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or offsets.ndim != 1 or offsets.dtype.kind not in "iu":
+        raise RunError(f"{path}: ids and offsets must be flat integer arrays, got {ids.dtype} and {offsets.dtype}")
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets.astype(np.int64)) <= 0).any():
+        raise RunError(f"{path}: offsets must rise from 0 to {len(ids)}, got {offsets[:4].tolist()} ...")
+    if len(ids) and int(ids.min()) < 0:
+        raise RunError(f"{path}: negative token id {int(ids.min())}")
+    return trace
+
+
+def _selected(path: Path, trace: Mapping[str, np.ndarray], where: Sequence[str]) -> np.ndarray:
+    keep_E = np.ones(len(trace["offsets"]) - 1, bool)
+    for condition in where:
+        name, _, value = condition.partition("=")
+        if name not in trace or len(trace[name]) != len(keep_E):
+            fields = sorted(k for k, v in trace.items() if len(v) == len(keep_E))
+            raise RunError(f"--where {condition}: {path} has no episode field {name!r}; it has {', '.join(fields)}")
+        keep_E &= np.asarray([str(v) == value for v in trace[name].tolist()])
+    if not keep_E.any():
+        raise RunError(f"{path}: no episode has {' and '.join(where)}")
+    return keep_E
