@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--dtype", help="of activations, for estimates (default: the model's)")
     plan.add_argument("--tp", type=_count, metavar="N", help="tensor-parallel ranks, for estimates (default: 1)")
     plan.add_argument("--compare", action="store_true", help="also plan it in the other ways")
+    _simulation_options(plan)
     plan.add_argument("--json", action="store_true", help="print one JSON object")
 
     resume = _command(commands, "resume", _resume, "continue a failed or stopped run from its last checkpoint")
@@ -115,6 +116,16 @@ def _parser() -> argparse.ArgumentParser:
 
     _command(commands, "doctor", _doctor, "check this machine and its packages")
     return parser
+
+
+def _simulation_options(plan: argparse.ArgumentParser) -> None:
+    group = plan.add_argument_group("simulation", "a CONFIG's whole pipeline in simulated time (docs/simulation.md)")
+    group.add_argument("--simulate", action="store_true", help="throughput, idle shares and staleness of a CONFIG")
+    group.add_argument("--from-run", type=Path, metavar="RUN", help="speeds and lengths of a recorded run")
+    group.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE", help="lengths of a trace")
+    group.add_argument("--assume", action="append", default=[], metavar="name=value", help="a speed or a length")
+    group.add_argument("--search", type=_count, metavar="GPUS", help="the best split between rollout and training")
+    group.add_argument("--steps", type=_count, metavar="N", help="steps to simulate (default: 20)")
 
 
 def _port(text: str) -> int:

@@ -23,12 +23,14 @@ from areal_dta.tree.sizes import ModelSizes
 from areal_dta.tree.trie import sort_rows
 from launcher.commands import run
 from launcher.rundir import RunError
+from launcher.simulate_command import simulate_config
 from launcher.trace_plan import Models, RankPlan, TreeFigures, models_of, plan_ranks, tree_figures
 from launcher.trace_rows import read_rows
 
 __all__ = ["plan"]
 
 _CONFIG_SUFFIXES = (".yaml", ".yml")
+_SIMULATION_OPTIONS = ("from_run", "trace", "assume", "search", "steps")
 _TRACE_OPTIONS = (
     "ranks", "partition", "model", "plan", "max_block_tokens", "activation_budget", "calibration", "rows", "where",
     "dtype", "tp", "compare",
@@ -42,7 +44,15 @@ def plan(args: argparse.Namespace) -> int:
         raise RunError(f"{path} does not exist; give a trace (.npz) or a configuration (.yaml)")
     with path.open("rb") as file:
         is_zip = file.read(2) == b"PK"
-    if path.suffix in _CONFIG_SUFFIXES and not is_zip:
+    is_config = path.suffix in _CONFIG_SUFFIXES and not is_zip
+    if args.simulate:
+        if not is_config:
+            raise RunError(f"--simulate is for configurations (.yaml), {path} is none; give the trace with --trace")
+        return simulate_config(args)
+    given = [name for name in _SIMULATION_OPTIONS if getattr(args, name)]
+    if given:
+        raise RunError(f"--{given[0].replace('_', '-')} is for simulations; add --simulate")
+    if is_config:
         given = [name for name in _TRACE_OPTIONS if getattr(args, name)]
         if given:
             raise RunError(f"--{given[0].replace('_', '-')} is for traces; {path} is a configuration, give key=value")

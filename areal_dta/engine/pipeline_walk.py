@@ -9,7 +9,7 @@ Legend: S rows of a block, D hidden.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,7 @@ from areal_dta.engine.block_runner import BlockRunner
 from areal_dta.engine.megatron import MegatronPolicy
 from areal_dta.engine.pipeline import StageLink
 from areal_dta.tree.plan import Block, OpKind, WalkPlan
-from areal_dta.tree.schedule import Task, TaskKind, most_unread, stage_tasks
-from areal_dta.tree.stage_memory import graph_tokens
+from areal_dta.tree.schedule import Task, TaskKind, most_unread
 
 __all__ = ["PipelineWalk"]
 
@@ -66,13 +65,12 @@ class PipelineWalk:
 
     # ---- backward ----
 
-    def backward(self, plan: WalkPlan, job: BlockGradient, max_tokens: float = math.inf) -> tuple[Task, ...]:
-        """Add the gradients of all needed blocks to the policy's buffers, not reduced over ranks.
-
-        Stages run ahead while blocks in flight have at most ``max_tokens`` (the same on all stages). Returns what this
-        stage did.
+    def backward(self, plan: WalkPlan, job: BlockGradient, stages: Sequence[Sequence[Task]]) -> None:
+        """Add the gradients of all needed blocks to the policy's buffers, not reduced over ranks. ``stages`` are the
+        lists of all stages, the same everywhere.
         """
-        tasks = self._prepare(plan, max_tokens)
+        tasks = stages[self._link.stage]
+        self._allow_open(stages)
         with_backward = {task.block for task in tasks if task.kind is TaskKind.BACKWARD}
         in_flight: dict[int, _InFlight] = {}
         for task in tasks:
@@ -85,19 +83,13 @@ class PipelineWalk:
         if not plan.ops:
             self._nothing()
         self._link.finish()
-        return tasks
 
-    def _prepare(self, plan: WalkPlan, max_tokens: float) -> tuple[Task, ...]:
-        """This stage's list; the link may have as many sends open as the lists of its neighbours ask for."""
-        stage, last, tokens = self._link.stage, self._link.num_stages - 1, graph_tokens(plan)
-        near = {
-            p: stage_tasks(plan.ops, p, last + 1, tokens, max_tokens)
-            for p in range(max(stage - 1, 0), min(stage + 1, last) + 1)
-        }
-        ahead = 1 if stage == last else most_unread(near[stage], near[stage + 1], TaskKind.FORWARD)
-        back = 1 if stage == 0 else most_unread(near[stage], near[stage - 1], TaskKind.BACKWARD)
-        self._link.allow_open(ahead, back)
-        return near[stage]
+    def _allow_open(self, stages: Sequence[Sequence[Task]]) -> None:
+        """As many open sends as this stage's list and its neighbours' ask for."""
+        link, own = self._link, stages[self._link.stage]
+        ahead = 1 if link.is_last else most_unread(own, stages[link.stage + 1], TaskKind.FORWARD)
+        back = 1 if link.is_first else most_unread(own, stages[link.stage - 1], TaskKind.BACKWARD)
+        link.allow_open(ahead, back)
 
     def _forward(self, plan: WalkPlan, task: Task, job: BlockGradient) -> _InFlight:
         block, is_push = plan.blocks[task.block], task.op.kind is OpKind.PUSH

@@ -28,7 +28,8 @@ from areal_dta.engine.tree_batch import TreeBatch
 from areal_dta.tree.memory import MemoryModel
 from areal_dta.tree.plan import Block, OpKind, PlanSettings, WalkPlan
 from areal_dta.tree.planner import plan_walk
-from areal_dta.tree.stage_memory import max_graph_tokens, stage_peak
+from areal_dta.tree.stage_memory import max_graph_tokens, pipeline_tasks, stage_peak
+from areal_dta.tree.stage_time import pipeline_seconds
 from areal_dta.tree.timing import TimeModel
 
 __all__ = ["TreeEngine"]
@@ -188,14 +189,15 @@ class TreeEngine:
         self.policy.check_same_program(plan.digest())
         runner = BlockRunner(self.policy, self._kernel, batch, plan.stack_rows, with_grad=True)
         link = self.policy.stage_link()
-        peak_bytes = self.memory.peak(plan)
         if link is None:
             self._backward_blocks(plan, runner, job)
-        else:
-            limit = max_graph_tokens(plan, self.memory, self.settings)
-            tasks = PipelineWalk(self.policy, runner, link).backward(plan, job, limit)
-            peak_bytes = stage_peak(self.memory, plan, tasks)
-        self._finish(batch, plan, runner, began, planned, self._seconds(plan, job.needed_U, backward=True))
+            self._finish(batch, plan, runner, began, planned, self._seconds(plan, job.needed_U, backward=True))
+            return
+        stages = pipeline_tasks(plan, link.num_stages, max_graph_tokens(plan, self.memory, self.settings))
+        PipelineWalk(self.policy, runner, link).backward(plan, job, stages)
+        seconds = 0.0 if self.timing is None else pipeline_seconds(self.timing, plan, stages, job.needed_U)
+        self._finish(batch, plan, runner, began, planned, seconds)
+        peak_bytes = stage_peak(self.memory, plan, stages[link.stage])
         self.stats = replace(self.stats, predicted_peak_bytes=int(peak_bytes))
 
     def _backward_blocks(self, plan: WalkPlan, runner: BlockRunner, job: BlockGradient) -> None:

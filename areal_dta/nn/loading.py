@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from areal_dta.nn.decoder import DecoderWeights, LayerWeights
 from areal_dta.nn.model_config import DecoderConfig
 
-__all__ = ["WeightsMismatch", "expected_shapes", "load_decoder", "read_tensors"]
+__all__ = ["WeightsMismatch", "decoder_from", "expected_shapes", "load_decoder", "read_tensors"]
 
 Shape = tuple[int, ...]
 
@@ -86,7 +86,13 @@ def load_decoder(
 
     ``config`` is the serving model's: an update with other names or shapes raises WeightsMismatch and loads nothing.
     """
-    tensors = read_tensors(folder)
+    return decoder_from(read_tensors(folder), config, dtype, device)
+
+
+def decoder_from(
+    tensors: Mapping[str, torch.Tensor], config: DecoderConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> DecoderWeights:
+    """`load_decoder` for tensors that came another way."""
     _check(tensors, config)
     return build_decoder(tensors, config, dtype, device)
 

@@ -1,4 +1,4 @@
-"""Bytes of a walk on one pipeline stage, where forwards run ahead of backwards; pure.
+"""Lists of all stages of a pipeline under a memory budget, and the bytes of a walk on one of them; pure.
 
 The list of the last stage (or of the only one) gives what `areal_dta.tree.memory.MemoryModel.peak` gives.
 """
@@ -11,12 +11,18 @@ from dataclasses import dataclass
 
 from areal_dta.tree.memory import MemoryModel
 from areal_dta.tree.plan import OpKind, PlanSettings, WalkPlan
-from areal_dta.tree.schedule import Task, TaskKind
+from areal_dta.tree.schedule import Task, TaskKind, stage_tasks
 
-__all__ = ["graph_tokens", "max_graph_tokens", "stage_peak"]
+__all__ = ["max_graph_tokens", "pipeline_tasks", "stage_peak"]
 
 
-def graph_tokens(plan: WalkPlan) -> list[int]:
+def pipeline_tasks(plan: WalkPlan, num_stages: int, max_tokens: float = math.inf) -> list[tuple[Task, ...]]:
+    """The lists of all stages; they run ahead while blocks in flight have at most ``max_tokens``."""
+    tokens = _graph_tokens(plan)
+    return [stage_tasks(plan.ops, stage, num_stages, tokens, max_tokens) for stage in range(num_stages)]
+
+
+def _graph_tokens(plan: WalkPlan) -> list[int]:
     """Per block the tokens whose graph stays from its forward to its backward: none if a push is computed again."""
     tokens = [block.num_tokens for block in plan.blocks]
     for op in plan.ops:

@@ -7,7 +7,7 @@ program order, with forwards counted ahead (as 1F1B counts micro-batches), and a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,18 +91,18 @@ def _stages(plan: WalkPlan, num_stages: int) -> dict[str, Any]:
         times = 1 if task.kind is TaskKind.FORWARD else 2 + (task.block in again)
         return float(passes_B[task.block]) * times
 
-    orders = {
+    orders: dict[str, list[Sequence[Task]]] = {
         "program_order": [program_tasks(plan.ops)] * num_stages,
         "forwards_ahead": [_forwards_ahead(plan, num_stages - 1 - stage) for stage in range(num_stages)],
         "engine": [stage_tasks(plan.ops, stage, num_stages) for stage in range(num_stages)],
     }
-    return {name: _measured(plan, lists, cost, num_stages) for name, lists in orders.items()}
+    return {name: _measured(plan, lists, cost) for name, lists in orders.items()}
 
 
-def _measured(plan: WalkPlan, lists: Sequence[Sequence[Task]], cost: Any, num_stages: int) -> dict[str, float | int]:
-    memory = _QWEN3_8B.memory("bfloat16")
-    share = 1 / num_stages
-    first = stage_peak(memory, plan, lists[0]) * share
+def _measured(
+    plan: WalkPlan, lists: Sequence[Sequence[Task]], cost: Callable[[int, Task], float]
+) -> dict[str, float | int]:
+    first = stage_peak(_QWEN3_8B.memory("bfloat16"), plan, lists[0]) / len(lists)
     return {
         "idle_share": round(simulate(lists, cost, max_open_sends=len(plan.ops) + 1).idle_share, 4),
         "first_stage_peak_gib": round(first / 2**30, 2),

@@ -133,6 +133,21 @@ def a_row_of_30000_tokens_with_16_branches_trains_where_dense_does_not_fit(conte
     assert all(bool(torch.isfinite(grad).all()) and bool(grad.any()) for grad in policy.gradients().values())
 
 
+def each_pipeline_stage_keeps_to_its_prediction_and_to_an_explicit_budget(context: Context) -> None:
+    """Blocks in flight included: the first stage runs ahead."""
+    policy, rows = _policy(context, "wide", SHAPE), _comb(1500, 100, 80)
+    budget = 24_000_000
+    for settings in (
+        PlanSettings(max_block_tokens=BLOCK), PlanSettings("classic", BLOCK),
+        PlanSettings(max_block_tokens=BLOCK, activation_budget=budget),
+    ):  # fmt: skip
+        engine = TreeEngine(policy, settings)
+        real, predicted = _peak(policy, engine, rows), engine.stats.predicted_peak_bytes
+        assert 0.8 * real <= predicted <= 1.2 * real, f"stage {policy.stage}, {settings}: {predicted}, {real} measured"
+    assert real <= 1.1 * budget, (real, budget)
+
+
+STAGES = (each_pipeline_stage_keeps_to_its_prediction_and_to_an_explicit_budget,)
 LONG_ROW = (a_row_of_30000_tokens_with_16_branches_trains_where_dense_does_not_fit,)
 CASES = (
     peak_grows_with_the_longest_path_not_with_the_leaves,

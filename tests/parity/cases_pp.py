@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from areal_dta.engine import DenseEngine, Engine, MegatronPolicy, PlanSettings, TreeEngine
 from areal_dta.engine.hf import from_megatron, to_megatron
 from tests.parity.cases_dp import all_shards_empty_gives_zero, continues_to_the_single_process_weights
-from tests.parity.cases_fused import fused_equals_unfused_over_model_parallel_ranks
 from tests.parity.cases_single import ADAM, STEADY, reference_coefficients
 from tests.parity.cases_tp import ranks_with_different_rows_are_told, values_equal_transformers
 from tests.parity.plans import PLANS, tree_engine
@@ -105,7 +104,8 @@ def gradient_of_every_plan_equals_the_single_process(context: Context) -> None:
         rows = random_rows("duplicates_and_prefixes", 31)
         dlogp, dentropy = reference_coefficients(rows, dtype)
         want = _own_part(policy, load_file(context.folder / f"reference_{dtype}.safetensors"))
-        plans = PLANS if dtype == torch.float64 else PLANS[::3]
+        exact = PLANS if context.sizes.world_size == 2 else PLANS[1::2]
+        plans = exact if dtype == torch.float64 else PLANS[::3]
         engines: list[Engine] = [DenseEngine(policy), *(tree_engine(policy, plan) for plan in plans)]
         for engine, keep in zip(engines, _shards(policy, rows.num_rows), strict=False):
             part, index = subset(rows, keep)
@@ -220,7 +220,6 @@ CASES = (
     values_equal_transformers,
     critic_gradient_equals_the_single_process,
     critic_values_are_the_same_on_every_stage,
-    fused_equals_unfused_over_model_parallel_ranks,
     layers_that_do_not_divide_are_refused_with_the_remedy,
     ranks_with_different_rows_are_told,
 )

@@ -30,7 +30,10 @@ LAYOUTS = {
         ParallelSizes(tp=2, sequence_parallel=True),
         cases_tp.SP_CASES + cases_critic.TP_CASES + cases_fused.TP_CASES,
     ),
-    "pp2": (ParallelSizes(pp=2), cases_pp.CASES + cases_fused.TP_CASES + cases_memory.LONG_ROW),
+    "pp2": (
+        ParallelSizes(pp=2),
+        cases_pp.CASES + cases_fused.TP_CASES + cases_memory.STAGES + cases_memory.LONG_ROW,
+    ),
     "tp2pp2": (ParallelSizes(tp=2, pp=2, sequence_parallel=True), cases_pp.SP_CASES),
     "dp2tp2": (ParallelSizes(dp=2, tp=2), cases_pp.GRID_CASES),
     "dp2pp2": (ParallelSizes(dp=2, pp=2), cases_pp.GRID_CASES),

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_dta.tree.forest import live_forest
 from areal_dta.tree.memory import MemoryModel, default_budget
-from areal_dta.tree.plan import ON_PATH, Block, OpKind, PlanSettings, WalkPlan
+from areal_dta.tree.plan import ON_PATH, Block, ChildOrder, OpKind, PlanSettings, WalkPlan
 from areal_dta.tree.planner import BUDGET_SHARE, plan_walk
 from areal_dta.tree.tiles import TileKind, block_tiles, euler_mask
 from areal_dta.tree.trie import Trie, build_trie, unshared_trie
@@ -180,6 +181,23 @@ def test_kept_graphs_and_the_block_at_work_fit_the_budget(rows: list[list[int]],
     assert sorted(replay(plan, trie)) == list(range(trie.num_tokens))
     assert _held_bytes(plan) <= free + 1
     assert MEMORY.peak(plan) <= budget + MEMORY.bytes_per_forward_token * size
+
+
+@given(ROWS, st.sampled_from(ORDERS))
+@settings(max_examples=60, deadline=None)
+def test_children_come_in_the_chosen_order(rows: list[list[int]], order: ChildOrder) -> None:
+    forest = live_forest(trie_of(rows), None, order)
+    walked, pending = [], forest.roots[::-1]
+    while pending:
+        walked.append(pending.pop())
+        pending.extend(reversed(forest.children[walked[-1]]))
+    assert sorted(walked) == list(range(forest.num_segments))
+    for siblings in (forest.roots, *forest.children):
+        weights = [forest.tokens[v] for v in siblings]
+        if order == "lexicographic":
+            assert siblings == sorted(siblings)
+        else:
+            assert weights == sorted(weights, reverse=order == "heavy_first")
 
 
 def test_a_smaller_budget_gives_up_the_graphs_near_the_root_first() -> None:

@@ -13,10 +13,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from areal_dta.tree.cost import TREE_TOKENS, CostModel, RunCosts, flop_model, lower_bound
-from areal_dta.tree.order import RULES, order_children, subtree_tokens
 from areal_dta.tree.partition import METHODS, bin_cost, contiguous, duplicated_tokens, ffd_tokens, ffd_tree, partition
 from areal_dta.tree.partition_greedy import ffd_tree_below
-from areal_dta.tree.trie import build_trie, sort_rows
+from areal_dta.tree.trie import sort_rows
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=0, max_size=9)
 MODELS = st.sampled_from([TREE_TOKENS, CostModel(3.0, 1.0), CostModel(0.7, 0.01), CostModel(0.0, 1.0)])
@@ -147,27 +146,3 @@ def test_wrong_requests_are_refused():
         partition("best", sort([[1]]), 1, TREE_TOKENS)
     with pytest.raises(ValueError, match="over 0 ranks"):
         partition("contiguous", sort([[1]]), 0, TREE_TOKENS)
-
-
-@hypothesis_settings(deadline=None)
-@given(ROWS, st.sampled_from(RULES))
-def test_child_orders_are_permutations_sorted_by_their_rule(rows, rule):
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(r) for r in rows], out=offsets[1:])
-    trie = build_trie(np.asarray([t for r in rows for t in r], np.int32), offsets)
-    children, weight = order_children(trie, rule), subtree_tokens(trie)
-    walk = children.walk()
-    assert sorted(walk) == list(range(trie.num_segments))
-    if rule == "lexicographic":
-        assert walk == list(range(trie.num_segments))
-    seen = set()
-    for g in walk:
-        parent = trie.segment_parent_G[g]
-        assert parent < 0 or parent in seen
-        seen.add(g)
-        weights = weight[children.of(g)]
-        if rule == "heavy_first":
-            assert (np.diff(weights) <= 0).all()
-        if rule == "heavy_last":
-            assert (np.diff(weights) >= 0).all()
-    assert weight[children.roots].sum() == trie.num_tokens

@@ -13,7 +13,7 @@ from areal_dta.tree.memory import MemoryModel
 from areal_dta.tree.plan import PlanSettings, WalkPlan
 from areal_dta.tree.planner import plan_walk
 from areal_dta.tree.schedule import stage_tasks
-from areal_dta.tree.stage_memory import graph_tokens, max_graph_tokens, stage_peak
+from areal_dta.tree.stage_memory import max_graph_tokens, pipeline_tasks, stage_peak
 from areal_dta.tree.trie import build_trie
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -65,14 +65,14 @@ def test_an_explicit_budget_keeps_stages_from_running_ahead_of_it() -> None:
     assert free > 1.5 * needed
     for budget in (int(1.05 * needed), int(1.3 * needed), int(1.5 * needed)):
         limit = max_graph_tokens(plan, MEMORY, PlanSettings("auto", 16, activation_budget=budget))
-        tasks = stage_tasks(plan.ops, 0, 4, graph_tokens(plan), limit)
-        assert stage_peak(MEMORY, plan, tasks) <= budget
+        assert stage_peak(MEMORY, plan, pipeline_tasks(plan, 4, limit)[0]) <= budget
     assert max_graph_tokens(plan, MEMORY, PlanSettings()) == float("inf")
 
 
-def test_a_push_without_graph_counts_no_tokens() -> None:
+def test_without_a_limit_the_lists_are_the_free_ones_and_a_push_without_graph_never_counts() -> None:
     plan = plan_of([[0, 1, 2, 3], [0, 1, 2, 4, 4], [0, 1, 5]], PlanSettings("auto", 2))
-    pushed = [op.block for op in plan.ops if op.kind.value == "push"]
-    assert pushed
-    without = replace(plan, keep_B=(False,) * len(plan.blocks))
-    assert all(graph_tokens(without)[block] == 0 for block in pushed)
+    free = [stage_tasks(plan.ops, stage, 3) for stage in range(3)]
+    assert pipeline_tasks(plan, 3) == free
+    only_visits = replace(plan, keep_B=(False,) * len(plan.blocks))
+    most = max(block.num_tokens for block in plan.blocks)
+    assert pipeline_tasks(only_visits, 3, 3 * most) == free

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +18,19 @@ import torch
 
 from areal_dta.metrics import Publisher
 from areal_dta.nn import DecoderConfig, DecoderWeights, load_decoder
+from areal_dta.nn.loading import decoder_from
 from areal_dta.rollout.server.scheduler import Scheduler, SchedulerLimits, StepStats
-from areal_dta.rollout.server.sequence import Completion, GenerationRequest, Sequence
+from areal_dta.rollout.server.sequence import Completion, GenerationRequest, Progress, Sequence
+from areal_dta.rollout.server.ticket import EngineDead, MemoryReleased, Stream, Ticket
 from areal_dta.weights import folder_digest, read_manifest, verify
 
-__all__ = ["Engine", "EngineDead", "Update"]
+__all__ = ["RUNNING_MODES", "Engine", "EngineDead", "Update"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE_WAIT_S = 0.5  # an idle model thread looks this often whether it should stop or report
 PAUSE_MODES = ("abort", "in_place", "retract")
-
-
-class EngineDead(RuntimeError):
-    """The model thread has stopped (shutdown, or an error named in the message)."""
+RUNNING_MODES = ("recompute", "keep", "abort")  # what a weight update does with running requests
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ class Engine:
         self._device = weights.device
         self._scheduler = Scheduler(weights, version, limits, decode_text)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._done: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Completion], Completion]] = []
+        self._outbox: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
+        self._streams: dict[Sequence, Stream] = {}
+        self._released: str | None = None  # "wait" or "refuse" while the KV memory is given back
+        self._tokens_per_s = 0.0
         self._live: dict[str, list[Sequence]] = {}  # by rid
         self._paused = False
         self._stopping = False
@@ -90,6 +93,15 @@ class Engine:
         return self._paused
 
     @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def released(self) -> str | None:
+        """What requests do while the KV memory is given back: "wait", "refuse"; None: it is there."""
+        return self._released
+
+    @property
     def stats(self) -> StepStats:
         return self._scheduler.stats
 
@@ -108,6 +120,8 @@ class Engine:
             "max_total_tokens": s.capacity_tokens,
             "max_batch": s.limits.max_batch,
             "kv_bytes": s.runner.kv.num_bytes,
+            "kv_use": 1.0 - s.cache.num_available / s.cache.num_pages,
+            "tokens_per_s": self._tokens_per_s,
             "generated_tokens": s.stats.generated_tokens,
             "prompt_tokens": s.stats.prompt_tokens,
             "prompt_cached_tokens": s.stats.cached_tokens,
@@ -115,8 +129,11 @@ class Engine:
             "steps": s.stats.steps,
         }
 
-    def submit(self, request: GenerationRequest) -> asyncio.Future[Completion]:
-        """Queue a request; the future resolves on the calling loop. Cancelling it aborts nothing: `abort` does."""
+    def submit(self, request: GenerationRequest, put: Callable[[Progress], None] | None = None) -> Ticket:
+        """Queue a request; the answer arrives on the calling loop, there also ``put`` gets every new token. Cancelling
+        the future aborts nothing: `abandon` does. Raises MemoryReleased or EngineDead."""
+        if self._released == "refuse":
+            raise MemoryReleased("the KV memory is released; call /resume_memory_occupation or send it to another server")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
 
@@ -126,7 +143,10 @@ class Engine:
                 siblings.remove(seq)
             if not siblings:
                 self._live.pop(request.rid, None)
-            self._done.append((loop, future, completion))
+            stream = self._streams.pop(seq, None)
+            if stream is not None:
+                self._outbox.append((loop, functools.partial(stream.put, stream.progress(seq, completion))))
+            self._outbox.append((loop, functools.partial(_resolve, future, completion)))
 
         sampling = request.sampling
         stop_ids = frozenset() if sampling.ignore_eos else sampling.stop_token_ids | set(self.config.eos_token_ids)
@@ -135,10 +155,12 @@ class Engine:
 
         def add() -> None:
             self._live.setdefault(request.rid, []).append(seq)
+            if put is not None:
+                self._streams[seq] = Stream(loop, put)
             self._scheduler.add(seq)
 
         self._post(add)
-        return future
+        return Ticket(future, seq)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run ``function`` on the model thread between two steps."""
@@ -170,7 +192,7 @@ class Engine:
             self._paused = True
             s = self._scheduler
             if mode == "abort":
-                return self._abort_all("Aborted by pause")
+                return self._abort_all("Aborted by pause", "pause")
             return s.retract_all() if mode == "retract" else len(s.running)
 
         return self.call(run)
@@ -186,16 +208,45 @@ class Engine:
 
         def run() -> int:
             if rid is None:
-                return self._abort_all("Aborted by request")
-            return self._scheduler.abort(list(self._live.get(rid, ())), "Aborted by request")
+                return self._abort_all("Aborted by request", "request")
+            return self._scheduler.abort(list(self._live.get(rid, ())), "Aborted by request", "request")
 
         return self.call(run)
 
-    def _abort_all(self, message: str) -> int:
+    def abandon(self, tickets: Iterable[Ticket], cause: str) -> Future[int]:
+        """Abort what still runs of ``tickets``: nobody waits for them any more (``cause``: client_gone, timeout)."""
+        seqs = [t.seq for t in tickets]
+
+        def run() -> int:
+            live = [seq for seq in seqs if seq in self._live.get(seq.request.rid, ())]
+            return self._scheduler.abort(live, f"Abandoned: {cause}", cause)
+
+        return self.call(run)
+
+    def _abort_all(self, message: str, cause: str) -> int:
         s = self._scheduler
         unstarted = [seq for seq in s.waiting if not seq.num_output]
         started = [*s.running, *(seq for seq in s.waiting if seq.num_output)]
-        return s.abort(started, message) + s.abort(unstarted, f"Abort before prefill: {message}")
+        return s.abort(started, message, cause) + s.abort(unstarted, f"Abort before prefill: {message}", cause)
+
+    def release_memory(self, meanwhile: str) -> Future[int | None]:
+        """Give the KV memory back; ``meanwhile`` requests "wait" or are refused. None: requests are running."""
+
+        def run() -> int | None:
+            if self._scheduler.running or (self._scheduler.waiting and not self._paused and not self._released):
+                return None
+            self._released = meanwhile
+            return self._scheduler.release_memory()
+
+        return self.call(run)
+
+    def resume_memory(self) -> Future[int]:
+        def run() -> int:
+            num_bytes = self._scheduler.resume_memory()
+            self._released = None
+            return num_bytes
+
+        return self.call(run)
 
     def flush(self) -> Future[bool]:
         """Drop every cached prefix; False (nothing done) while requests run or wait."""
@@ -221,14 +272,19 @@ class Engine:
         version = weight_version or (manifest.weight_version if manifest else f"sha256:{folder_digest(folder)[:16]}")
         return Update(load_decoder(folder, self.config, self.dtype, self._device), version)
 
-    def apply_update(self, update: Update, abort_running: bool) -> Future[int]:
-        """Swap the weights between two steps; running requests are aborted or recomputed with the new weights."""
+    def make_update(self, tensors: Mapping[str, torch.Tensor], version: str) -> Update:
+        """Check tensors that came otherwise, as `read_update` does; raises WeightsMismatch."""
+        return Update(decoder_from(tensors, self.config, self.dtype, self._device), version)
+
+    def apply_update(self, update: Update, running: str) -> Future[int]:
+        """Swap the weights between two steps. Running requests are recomputed with the new weights, "keep" their KV,
+        or are aborted; returns how many requests there were."""
 
         def run() -> int:
             affected = len(self._scheduler.running) + len(self._scheduler.waiting)
-            if abort_running:
-                self._abort_all("Aborted by weight update")
-            self._scheduler.swap_weights(update.weights, update.version)
+            if running == "abort":
+                self._abort_all("Aborted by weight update", "weight_update")
+            self._scheduler.swap_weights(update.weights, update.version, running == "keep")
             return affected
 
         return self.call(run)
@@ -249,13 +305,15 @@ class Engine:
         generated = 0
         try:
             while not self._stopping:
-                self._drain(block=self._paused or not self._scheduler.has_work)
-                if not self._paused and not self._stopping:
+                self._drain(block=self._halted or not self._scheduler.has_work)
+                if not self._halted and not self._stopping:
                     self._scheduler.step()
+                    self._tell_streams()
                 self._deliver()
                 now = time.monotonic()
                 if now - last_report >= self._report_interval_s:
-                    self._report((self.stats.generated_tokens - generated) / (now - last_report))
+                    self._tokens_per_s = (self.stats.generated_tokens - generated) / (now - last_report)
+                    self._report(self._tokens_per_s)
                     last_report, generated = now, self.stats.generated_tokens
             self._drain(block=False)
             self._fail_all("the server is shutting down; send the request to another")
@@ -275,15 +333,24 @@ class Engine:
         except queue.Empty:
             return
 
+    @property
+    def _halted(self) -> bool:
+        return self._paused or self._released is not None
+
+    def _tell_streams(self) -> None:
+        for seq, stream in self._streams.items():
+            if len(seq.output) > stream.num_sent:
+                self._outbox.append((stream.loop, functools.partial(stream.put, stream.progress(seq))))
+
     def _deliver(self) -> None:
-        if not self._done:
+        if not self._outbox:
             return
-        finished, self._done = self._done, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]] = {}
-        for loop, future, completion in finished:
-            by_loop.setdefault(loop, []).append((future, completion))
-        for loop, items in by_loop.items():
-            loop.call_soon_threadsafe(_resolve, items)
+        ready, self._outbox = self._outbox, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        for loop, job in ready:
+            by_loop.setdefault(loop, []).append(job)
+        for loop, jobs in by_loop.items():
+            loop.call_soon_threadsafe(_run_all, jobs)
 
     def _fail_all(self, why: str) -> None:
         for seqs in list(self._live.values()):
@@ -300,7 +367,11 @@ class Engine:
             self._publisher.emit("server/cache_hit_share", s.stats.cached_tokens / s.stats.prompt_tokens)
 
 
-def _resolve(items: list[tuple[asyncio.Future[Completion], Completion]]) -> None:
-    for future, completion in items:
-        if not future.done():
-            future.set_result(completion)
+def _resolve(future: asyncio.Future[Completion], completion: Completion) -> None:
+    if not future.done():
+        future.set_result(completion)
+
+
+def _run_all(jobs: list[Callable[[], None]]) -> None:
+    for job in jobs:
+        job()

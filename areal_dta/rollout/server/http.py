@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
 from areal_dta.rollout.server.errors import ApiError
 
-__all__ = ["OPEN_PATHS", "guard", "json_response", "read_json"]
+__all__ = ["OPEN_PATHS", "event_stream", "guard", "json_response", "read_json"]
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_HEADERS = "response_headers"  # of the request: what a streamed answer must carry, which begins before the handler ends
 OPEN_PATHS = frozenset({"/health"})
 
 
@@ -53,12 +55,42 @@ def guard(api_key: str | None, headers: dict[str, str] | None = None) -> Any:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[_HEADERS] = headers or {}
         response = await answer(request, handler)
         if headers and not response.prepared:
             response.headers.update(headers)
         return response
 
     return middleware
+
+
+async def event_stream(request: web.Request, events: AsyncGenerator[Any]) -> web.StreamResponse:
+    """Answer with server-sent events, ``data: JSON`` each, closed by ``data: [DONE]``.
+
+    What fails before the first event is an ordinary refusal; later failures are an event with ``error``. A caller that
+    hangs up closes ``events`` at once.
+    """
+    response = web.StreamResponse(headers={**request[_HEADERS], "Cache-Control": "no-cache"})
+    response.content_type = "text/event-stream"
+    async with contextlib.aclosing(events):
+        first = await anext(events)
+        await response.prepare(request)
+        try:
+            await response.write(_event(first))
+            async for event in events:
+                await response.write(_event(event))
+        except ApiError as error:
+            await response.write(_event(error.to_json()))
+        except ConnectionResetError:
+            log.info("%s %s: the caller hung up", request.method, request.path)
+            return response
+        await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _event(body: Any) -> bytes:
+    return b"data: " + json.dumps(body, allow_nan=False).encode() + b"\n\n"
 
 
 async def read_json(request: web.Request, allow_empty: bool = False) -> dict[str, Any]:

@@ -66,6 +66,20 @@ class KVCache:
         self._leaves.clear()
         self._num_nodes = 0
 
+    def forget(self) -> None:
+        """Like `reset_tree`, also under running sequences: pages in use are freed when their last user unlocks them."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            node.children.clear()
+            node.dead = True
+            if node.num_users == 0:
+                self._free.append(node.page)
+        self._root.children.clear()
+        self._leaves.clear()
+        self._num_nodes = self._num_used_nodes = 0
+
     @property
     def num_available(self) -> int:
         """Pages that `allocate` can hand out, evicting if need be."""
@@ -103,7 +117,10 @@ class KVCache:
         for node in path:
             node.last_used = now
             node.num_users -= 1
-            self._num_used_nodes -= node.num_users == 0
+            if not node.dead:
+                self._num_used_nodes -= node.num_users == 0
+            elif node.num_users == 0:
+                self._free.append(node.page)
         if path:
             self._offer(path[-1])
 

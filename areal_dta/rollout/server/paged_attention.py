@@ -199,17 +199,33 @@ class PagedKV:
     def __init__(
         self, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_kv_heads, num_pages * page_size, config.head_dim)
+        self._shape = (config.num_kv_heads, num_pages * page_size, config.head_dim)
         self.page_size = page_size
         self._config = config
-        # Zeros, not garbage: padded keys get weight 0, and 0 x NaN would still be NaN.
-        self._k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self._v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self._dtype, self._device = dtype, device
+        self._k: list[torch.Tensor] = []
+        self._v: list[torch.Tensor] = []
+        self.restore()
         self._scale = config.head_dim**-0.5
 
     @property
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in (*self._k, *self._v))
+
+    def release(self) -> int:
+        """Drop the tensors; returns their bytes. `attend` needs `restore` first."""
+        freed = self.num_bytes
+        self._k, self._v = [], []
+        return freed
+
+    def restore(self) -> int:
+        """Allocate the tensors if they are not there; returns their bytes."""
+        if not self._k:
+            # Zeros, not garbage: padded keys get weight 0, and 0 x NaN would still be NaN.
+            layers = range(self._config.num_layers)
+            self._k = [torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in layers]
+            self._v = [torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in layers]
+        return self.num_bytes
 
     def attend(
         self, plan: AttentionPlan, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from areal_dta.nn import DecoderWeights, Rotary, decode_hidden, project_logits
+from areal_dta.rollout.server.logits import top_logprobs
 from areal_dta.rollout.server.paged_attention import PagedKV, SharedPrefix, Span, plan_attention
 
 __all__ = ["ModelRunner"]
@@ -42,13 +43,19 @@ class ModelRunner:
         return project_logits(self.weights, hidden_TD[torch.tensor(rows, device=hidden_TD.device)])
 
     @torch.inference_mode()
-    def score(self, hidden_TD: torch.Tensor, targets: Sequence[int]) -> list[float]:
-        """Log-prob (temperature 1, fp32) of ``targets[i]`` as the token after row i."""
+    def score(
+        self, hidden_TD: torch.Tensor, targets: Sequence[int], top: int = 0
+    ) -> tuple[list[float], list[tuple[tuple[float, int], ...]]]:
+        """Log-prob (temperature 1, fp32) of ``targets[i]`` as the token after row i, and the ``top`` likeliest there
+        (nothing with 0)."""
         values: list[float] = []
+        tops: list[tuple[tuple[float, int], ...]] = []
         for lo in range(0, len(targets), SCORE_ROWS):
             target_R = torch.tensor(targets[lo : lo + SCORE_ROWS], device=hidden_TD.device)
             logits_RV = project_logits(self.weights, hidden_TD[lo : lo + len(target_R)])
             logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
             chosen_R = logits_RV.gather(1, target_R.unsqueeze(1)).squeeze(1)
             values.extend((chosen_R - logits_RV.logsumexp(-1)).float().tolist())
-        return values
+            if top:
+                tops.extend(top_logprobs(logits_RV, top))
+        return values, tops

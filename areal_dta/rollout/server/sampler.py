@@ -11,16 +11,22 @@ Legend of shape suffixes: B rows of the batch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SampleRow", "gumbel_noise", "sample"]
+__all__ = ["Draw", "NothingAllowed", "SampleRow", "draw", "gumbel_noise", "sample"]
 
 MASK64 = (1 << 64) - 1
 NUCLEUS_FIRST_LOOK = 256  # most nuclei are this small; sorting the whole vocabulary costs ten times more
 MIN_TEMPERATURE = 1e-5
+ALLOWED_FIRST_LOOK = 64  # candidates of a constrained row that are tried before the whole vocabulary is sorted
+
+
+class NothingAllowed(RuntimeError):
+    """A constraint admits no token of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class SampleRow:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1  # <= 0: all
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest are left out
 
     @property
     def greedy(self) -> bool:
@@ -81,41 +88,101 @@ def gumbel_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch
     return uniform_BV.neg_().log1p_().neg_().log_().neg_()
 
 
-def sample(logits_BV: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row.
+@dataclass(frozen=True)
+class Draw:
+    """One drawn token per row, and the distributions it came from.
 
-    Returns (tokens int64, log-probs fp32): the log-prob is the token's under ``softmax(logits / temperature)``
-    (temperature 1 for greedy rows), before top-k and top-p cut it, which is what a trainer can recompute.
+    ``scaled_BV`` are the logits over the temperature (1 for greedy rows), before top-k, top-p and min-p cut;
+    ``kept_BV`` after (-inf: cut). Both are logits, not normalised.
+    """
+
+    tokens_B: torch.Tensor
+    scaled_BV: torch.Tensor
+    kept_BV: torch.Tensor
+    rows: tuple[SampleRow, ...]
+
+    def logprobs(self) -> torch.Tensor:
+        """Log-probs fp32 of the tokens before the cut: what a trainer can recompute."""
+        return _logprobs(self.scaled_BV, self.tokens_B)
+
+    def sampling_logprobs(self) -> torch.Tensor:
+        """Log-probs fp32 with which the tokens were drawn, after the cut; 0 for greedy rows."""
+        greedy_B = torch.tensor([r.greedy for r in self.rows], device=self.tokens_B.device)
+        return _logprobs(self.kept_BV, self.tokens_B).masked_fill(greedy_B, 0.0)
+
+
+def _logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor) -> torch.Tensor:
+    chosen_B = logits_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+    return (chosen_B - logits_BV.logsumexp(-1)).float()
+
+
+def sample(logits_BV: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row: (tokens int64, log-probs fp32 before the cut)."""
+    drawn = draw(logits_BV, rows)
+    return drawn.tokens_B, drawn.logprobs()
+
+
+def draw(
+    logits_BV: torch.Tensor, rows: Sequence[SampleRow], allowed: Mapping[int, Callable[[int], bool]] | None = None
+) -> Draw:
+    """Draw one token per row. ``allowed[i](token)`` restricts row i: the best admissible score is an exact draw from
+    the softmax over the admissible tokens. Where the cut leaves none of them, it is not applied to that row.
     """
     logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
     scale = [1.0 if r.greedy else r.temperature for r in rows]
     if any(s != 1.0 for s in scale):
         logits_BV = logits_BV / torch.tensor(scale, dtype=logits_BV.dtype, device=logits_BV.device).unsqueeze(1)
     picked = [i for i, r in enumerate(rows) if not r.greedy]
-    score_BV = logits_BV
+    kept_BV = score_BV = noise = logits_BV
     if picked:
         keys = [(rows[i].seed, rows[i].position) for i in picked]
         noise = gumbel_noise(keys, logits_BV.shape[1], logits_BV.device).to(logits_BV.dtype)
         if len(picked) == len(rows):
-            score_BV = noise.add_(_truncate(logits_BV, rows))
+            kept_BV = _truncate(logits_BV, rows)
+            score_BV = noise + kept_BV
         else:
             index = torch.tensor(picked, device=logits_BV.device)
-            noise.add_(_truncate(logits_BV[index], [rows[i] for i in picked]))
-            score_BV = logits_BV.index_copy(0, index, noise)
+            kept_PV = _truncate(logits_BV[index], [rows[i] for i in picked])
+            kept_BV = logits_BV.index_copy(0, index, kept_PV)
+            score_BV = logits_BV.index_copy(0, index, noise + kept_PV)
     tokens_B = score_BV.argmax(-1)
-    chosen_B = logits_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
-    return tokens_B, (chosen_B - logits_BV.logsumexp(-1)).float()
+    for i, test in (allowed or {}).items():
+        token = _best_allowed(score_BV[i], test)
+        if token is None:
+            uncut_V = logits_BV[i] if rows[i].greedy else logits_BV[i] + noise[picked.index(i)]
+            token = _best_allowed(uncut_V, test)
+        if token is None:
+            raise NothingAllowed("no token of the vocabulary continues the forced tool call")
+        tokens_B[i] = token
+    return Draw(tokens_B, logits_BV, kept_BV, tuple(rows))
+
+
+def _best_allowed(score_V: torch.Tensor, test: Callable[[int], bool]) -> int | None:
+    for look in (ALLOWED_FIRST_LOOK, len(score_V)):
+        best = score_V.topk(min(look, len(score_V)))
+        for token, score in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            if score == -math.inf:
+                return None
+            if test(token):
+                return int(token)
+    return None
 
 
 def _truncate(logits_BV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Set what top-k and top-p exclude to -inf; a tie at the border is kept."""
+    """Set what top-k, top-p and min-p exclude to -inf; a tie at the border is kept."""
     vocab_size = logits_BV.shape[1]
-    cut = [i for i, r in enumerate(rows) if r.top_p < 1.0 or 0 < r.top_k < vocab_size]
+    nucleus = [i for i, r in enumerate(rows) if r.top_p < 1.0 or 0 < r.top_k < vocab_size]
+    cut = sorted({*nucleus, *(i for i, r in enumerate(rows) if r.min_p > 0)})
     if not cut:
         return logits_BV
     index = torch.tensor(cut, device=logits_BV.device)
     x_BV = logits_BV[index]
-    floor_B1 = _lowest_kept(x_BV, [rows[i] for i in cut], min(NUCLEUS_FIRST_LOOK, vocab_size))
+    shares = [math.log(rows[i].min_p) if rows[i].min_p > 0 else -math.inf for i in cut]
+    floor_B1 = x_BV.amax(-1, keepdim=True) + torch.tensor(shares, dtype=x_BV.dtype, device=x_BV.device).unsqueeze(1)
+    if nucleus:
+        at = torch.tensor([cut.index(i) for i in nucleus], device=x_BV.device)
+        lowest = _lowest_kept(x_BV[at], [rows[i] for i in nucleus], min(NUCLEUS_FIRST_LOOK, vocab_size))
+        floor_B1[at] = torch.maximum(floor_B1[at], lowest)
     return logits_BV.index_copy(0, index, x_BV.masked_fill(x_BV < floor_B1, float("-inf")))
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from areal_dta.nn import DecoderWeights
 from areal_dta.rollout.server.kv_cache import CacheFull, KVCache
+from areal_dta.rollout.server.logits import draw_tokens
 from areal_dta.rollout.server.paged_attention import SharedPrefix, Span, find_shared
 from areal_dta.rollout.server.runner import ModelRunner
-from areal_dta.rollout.server.sampler import sample
 from areal_dta.rollout.server.sequence import FinishReason, Sequence
 
 __all__ = ["Scheduler", "SchedulerLimits", "StepStats"]
@@ -41,6 +41,7 @@ class StepStats:
     generated_tokens: int = 0
     retractions: int = 0
     steps: int = 0
+    aborted: dict[str, int] = field(default_factory=dict)  # by cause
 
 
 class Scheduler:
@@ -76,8 +77,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
-    def abort(self, seqs: Iterable[Sequence], message: str) -> int:
-        """Answer ``seqs`` with what they have so far; returns how many there were."""
+    def abort(self, seqs: Iterable[Sequence], message: str, cause: str) -> int:
+        """Answer ``seqs`` with what they have so far; returns how many there were. ``cause`` is for counting."""
         chosen = list(seqs)
         for seq in chosen:
             if seq in self.running:
@@ -85,7 +86,8 @@ class Scheduler:
                 self._release(seq)
             else:
                 self.waiting.remove(seq)
-            seq.finish(FinishReason("abort", message=message), self.version)
+            self.stats.aborted[cause] = self.stats.aborted.get(cause, 0) + 1
+            seq.finish(FinishReason("abort", message=message, cause=cause), self.version)
         return len(chosen)
 
     def retract_all(self) -> int:
@@ -95,12 +97,33 @@ class Scheduler:
             self._retract(self.running[-1])
         return count
 
-    def swap_weights(self, weights: DecoderWeights, version: str) -> None:
-        """Change the policy: running sequences are recomputed, cached KV of the old version is forgotten."""
-        self.retract_all()
-        self.cache.reset_tree()
+    def swap_weights(self, weights: DecoderWeights, version: str, keep_kv: bool = False) -> None:
+        """Change the policy; cached KV of the old version is found no more.
+
+        Running sequences are recomputed, or with ``keep_kv`` go on with the KV they have: tokens after the swap are
+        then the new version's on a context that the old one computed.
+        """
+        if keep_kv:
+            for seq in self.running:
+                seq.mixed = True
+            self.cache.forget()
+            self._shared = ([], [])
+        else:
+            self.retract_all()
+            self.cache.reset_tree()
         self.runner.weights = weights
         self.version = version
+
+    def release_memory(self) -> int:
+        """Give the KV tensors back to the system, with every cached prefix; returns the bytes. Nothing may run."""
+        if self.running:
+            raise RuntimeError(f"{len(self.running)} sequences are running; retract or abort them first")
+        self.cache.reset_tree()
+        return self.runner.kv.release()
+
+    def resume_memory(self) -> int:
+        """Take the KV tensors again; returns the bytes."""
+        return self.runner.kv.restore()
 
     @torch.inference_mode()
     def step(self) -> int:
@@ -175,7 +198,7 @@ class Scheduler:
         if end < len(seq.tokens) and end - end % size > seq.num_computed:
             end -= end % size
         seq.scheduled_end = end
-        while seq.own_pages and (len(seq.path) + 1) * size <= end:
+        while not seq.mixed and seq.own_pages and (len(seq.path) + 1) * size <= end:
             key = self.cache.block_key(seq.tokens, len(seq.path))
             if self.cache.child(seq.path, key) is not None:
                 break  # the same page exists (the last page of a repeated prompt is recomputed): keep ours private
@@ -212,7 +235,8 @@ class Scheduler:
         if hi > seq.max_prefix_hit:
             return False
         return any(
-            other.scheduled_end < hi <= len(other.tokens) and other.tokens[:hi] == seq.tokens[:hi]
+            not other.mixed
+            and other.scheduled_end < hi <= len(other.tokens) and other.tokens[:hi] == seq.tokens[:hi]
             for other in self.running
         )
 
@@ -221,11 +245,13 @@ class Scheduler:
         self._release(seq)
         if not seq.scored:
             seq.input_logprobs.clear()
+            seq.input_top.clear()
         self.waiting.appendleft(seq)
         self.stats.retractions += 1
 
     def _release(self, seq: Sequence) -> None:
-        self.cache.store(seq.tokens, seq.path, seq.own_pages, seq.num_computed)
+        self.cache.store(seq.tokens, seq.path, seq.own_pages, 0 if seq.mixed else seq.num_computed)
+        seq.mixed = False
         seq.path, seq.own_pages, seq.table, seq.num_computed, seq.scheduled_end = [], [], [], 0, 0
         self._shared = ([], [])
 
@@ -236,40 +262,30 @@ class Scheduler:
         last = min(span.end, seq.prompt_len - 1)
         if first < last:
             rows = hidden_TD[first - span.start : last - span.start]
-            seq.input_logprobs.extend(self.runner.score(rows, seq.tokens[first + 1 : last + 1]))
+            values, tops = self.runner.score(rows, seq.tokens[first + 1 : last + 1], seq.request.wants.top)
+            seq.input_logprobs.extend(values)
+            seq.input_top.extend(tops)
         seq.scored = span.end >= seq.prompt_len
 
     def _sample(self, ready: list[Sequence], logits_RV: torch.Tensor) -> None:
-        logits_RV = self._adjust(ready, logits_RV)
-        tokens_R, logprobs_R = sample(logits_RV, [seq.sample_row() for seq in ready])
-        for seq, token, logprob in zip(ready, tokens_R.tolist(), logprobs_R.tolist(), strict=True):
+        for seq, entry in zip(ready, draw_tokens(ready, logits_RV), strict=True):
             if seq.request.sampling.max_new_tokens == 0:  # scoring only
                 reason: FinishReason | None = FinishReason("length")
             else:
-                seq.append(token, logprob, self.version)
-                reason = self._finish_reason(seq, token)
+                seq.append(entry, self.version)
+                self.stats.generated_tokens += 1
+                reason = self._finish_reason(seq, entry.token)
             if reason is not None:
                 self.running.remove(seq)
                 self._release(seq)
                 seq.finish(reason, self.version)
-        self.stats.generated_tokens += len(ready)
-
-    def _adjust(self, ready: list[Sequence], logits_RV: torch.Tensor) -> torch.Tensor:
-        """Frequency penalty, and no stop token before ``min_new_tokens``; the sampling distribution has both."""
-        for row, seq in enumerate(ready):
-            s = seq.request.sampling
-            if s.frequency_penalty and seq.counts:
-                ids = torch.tensor(list(seq.counts), device=logits_RV.device)
-                counts = torch.tensor(list(seq.counts.values()), dtype=logits_RV.dtype, device=logits_RV.device)
-                logits_RV[row, ids] -= s.frequency_penalty * counts
-            if seq.num_output < s.min_new_tokens and seq.stop_ids:
-                logits_RV[row, list(seq.stop_ids)] = float("-inf")
-        return logits_RV
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         if token in seq.stop_ids and seq.num_output > seq.request.sampling.min_new_tokens:
             return FinishReason("stop", matched=token)
-        stops = seq.request.sampling.stop
+        if seq.constraint is not None and seq.constraint.complete and not seq.stop_ids:
+            return FinishReason("stop")
+        stops = (*seq.request.sampling.stop, *seq.request.sampling.stop_after)
         if stops and self._decode_text is not None:
             # A token is at least a byte, so this many tokens cover a stop string that the last one completed.
             tail = seq.tokens[seq.prompt_len :][-(max(len(s.encode()) for s in stops) + 4) :]

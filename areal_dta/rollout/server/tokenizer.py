@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ class TextCodec:
             if name.endswith("_token") and isinstance(value, str | dict)
         }
 
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self._content = {token: str(entry.content) for token, entry in added.items()}
+        self._texts: dict[int, str] = {}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -34,8 +40,18 @@ class TextCodec:
         """Every token spelled out, special ones included."""
         return self.decode(ids, skip_special_tokens=False)
 
+    def visible(self, ids: Iterable[int], skip_special: bool, keep: tuple[str, ...] = ()) -> list[int]:
+        """``ids`` without the special tokens that text does not show; those spelled as one of ``keep`` stay."""
+        if not skip_special:
+            return list(ids)
+        return [t for t in ids if t not in self.special_ids or self._content[t] in keep]
+
     def token_text(self, token: int) -> str:
-        return self.decode([token], skip_special_tokens=False)
+        """One token spelled out; remembered, because constraints ask often."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.decode([token], skip_special_tokens=False)
+        return text
 
 
 def load_codec(folder: Path) -> TextCodec | None:

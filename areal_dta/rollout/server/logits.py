@@ -1,0 +1,65 @@
+"""What a request does to its logits before the draw, and which log-probs it wants of the outcome.
+
+The penalties follow SGLang: they count the request's own output, never its prompt; frequency and presence are
+subtracted first, the repetition penalty then divides positive and multiplies negative logits, the bias is added last.
+
+Legend of shape suffixes: R rows of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from areal_dta.rollout.server.sampler import draw
+from areal_dta.rollout.server.sequence import Sequence as Request
+from areal_dta.rollout.server.sequence import TokenLogprobs
+
+__all__ = ["adjust", "draw_tokens", "top_logprobs"]
+
+
+def adjust(logits_RV: torch.Tensor, ready: Sequence[Request]) -> torch.Tensor:
+    """Apply penalties, bias and ``min_new_tokens`` to ``logits_RV`` in place; row i belongs to ``ready[i]``."""
+    device, dtype = logits_RV.device, logits_RV.dtype
+    for row, seq in enumerate(ready):
+        s = seq.request.sampling
+        if s.penalised and seq.counts:
+            ids = torch.tensor(list(seq.counts), device=device)
+            counts = torch.tensor(list(seq.counts.values()), dtype=dtype, device=device)
+            values = logits_RV[row, ids] - s.frequency_penalty * counts - s.presence_penalty
+            if s.repetition_penalty != 1.0:
+                values = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+            logits_RV[row, ids] = values
+        if s.logit_bias:
+            ids = torch.tensor([token for token, _ in s.logit_bias], device=device)
+            logits_RV[row, ids] += torch.tensor([bias for _, bias in s.logit_bias], dtype=dtype, device=device)
+        if seq.num_output < s.min_new_tokens and seq.stop_ids:
+            logits_RV[row, list(seq.stop_ids)] = float("-inf")
+    return logits_RV
+
+
+def draw_tokens(ready: Sequence[Request], logits_RV: torch.Tensor) -> list[TokenLogprobs]:
+    """The next token of every request with the log-probs it asked for; overwrites ``logits_RV``."""
+    logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    wants = [seq.request.wants for seq in ready]
+    raw_rows = [i for i, w in enumerate(wants) if w.raw]
+    raw_logprobs_RV = logits_RV[raw_rows].log_softmax(-1) if raw_rows else logits_RV
+    rows = [seq.sample_row() for seq in ready]
+    allowed = {i: seq.allows for i, seq in enumerate(ready) if seq.constraint is not None}
+    drawn = draw(adjust(logits_RV, ready), rows, allowed)
+    tokens, logprobs = drawn.tokens_B.tolist(), drawn.logprobs().tolist()
+    sampling = drawn.sampling_logprobs().tolist() if any(w.sampling for w in wants) else []
+    out: list[TokenLogprobs] = []
+    for i, want in enumerate(wants):
+        raw = float(raw_logprobs_RV[raw_rows.index(i), tokens[i]]) if want.raw else None
+        top = top_logprobs(drawn.scaled_BV[i : i + 1], want.top)[0] if want.top else ()
+        out.append(TokenLogprobs(tokens[i], logprobs[i], raw, sampling[i] if want.sampling else None, top))
+    return out
+
+
+def top_logprobs(logits_RV: torch.Tensor, count: int) -> list[tuple[tuple[float, int], ...]]:
+    """Per row the ``count`` likeliest tokens as (log-prob, token), likeliest first."""
+    best = (logits_RV - logits_RV.logsumexp(-1, keepdim=True)).float().topk(min(count, logits_RV.shape[1]))
+    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    return [tuple(zip(values, ids, strict=True)) for values, ids in pairs]
