@@ -9,7 +9,7 @@ import gc
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +34,7 @@ from areal_dta.fused_step import FusedStep
 from areal_dta.linear_step import LinearStep, LossFn, WeightFn, flat_mask, pad_values
 from areal_dta.lr_schedule import LrSchedule
 from areal_dta.publish import PublishError, finish_version, publish_until, staging_folder
+from areal_dta.train_settings import EngineSettings
 from areal_dta.value_step import ValueStep
 
 __all__ = ["DtaTrainEngine", "EngineSettings"]
@@ -43,28 +44,6 @@ FED_BY_BATCHER = (
     "with AReaL's inference engine and pass the batch to compute_logp and ppo_update"
 )
 BatchInput = list[dict[str, Any]] | dict[str, Any]
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What AReaL's engine config has no key for. Rendezvous fields left None come from torchrun's environment."""
-
-    mode: str = "dta"  # tree_training_mode: disabled (one row at a time), sparse, dta
-    plan: PlanSettings | None = None
-    calibration: Path | None = None  # file of measured block costs, written if it does not hold here; None: estimates
-    rank: int | None = None
-    world_size: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    timeout_s: float = 600.0  # of every collective
-    seed: int = 1
-    reuse_forward: bool = True  # part 1 of the first minibatch from the proximal log-probs of the same weights
-    fused_loss: bool = False  # AReaL's token-level PPO loss inside the walk where part 1 would be a walk of its own
-    loss_positions_only: bool = False  # project hidden states where PPOActor's loss masks ask for it; 0 elsewhere
-    run_epoch: int = 0  # of published weight versions
-    router: str | None = None
-    api_key: str | None = None
-    publish_timeout_s: float = 600.0
 
 
 class DtaTrainEngine(TrainEngine):

@@ -6,7 +6,7 @@ _ = object()
 _._hello, _._reject, _._heartbeat, _._published, _._commit, _._eval_start, _._eval_result
 # Megatron-core calls or reads these
 _._results_queue, _._get_save_and_finalize_callbacks, _.wait_stream, _.wait_event, _.synchronize, _.record_event
-_.input_layernorm, _.pre_mlp_layernorm, _.core_attention, _.q_layernorm, _.k_layernorm
+_.input_layernorm, _.pre_mlp_layernorm, _.core_attention, _.activation_func, _.q_layernorm, _.k_layernorm
 _.recompute_granularity, _.recompute_method, _.recompute_num_layers
 # AReaL's TrainEngine and executor interfaces
 (

@@ -180,10 +180,10 @@ def _take_descendants(block: BlockContext, layer: int, grad_k_GSH: torch.Tensor,
     for frame in block.frames:
         low, high = max(frame.depth, block.depth), min(frame.end, end)
         if low < high:
-            assert frame.grad_k_LGSH is not None and frame.grad_v_LGSH is not None
-            own, theirs = slice(low - block.depth, high - block.depth), slice(low - frame.depth, high - frame.depth)
-            grad_k_GSH[:, own] += frame.grad_k_LGSH[layer, :, theirs]
-            grad_v_GSH[:, own] += frame.grad_v_LGSH[layer, :, theirs]
+            for start, left_k_GSH, left_v_GSH in frame.grads(layer, low, high):
+                own = slice(start - block.depth, start - block.depth + left_k_GSH.shape[1])
+                grad_k_GSH[:, own] += left_k_GSH
+                grad_v_GSH[:, own] += left_v_GSH
 
 
 def keys_and_values_only(key: torch.Tensor, value: torch.Tensor, block: BlockContext, layer: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ class BlockSink(Protocol):
     """Takes the hidden states of each block of a forward-only walk."""
 
     needed_U: np.ndarray  # bool: tokens whose hidden state is read
+    signature: bytes  # what all ranks of a model must agree on, beside the plan and ``needed_U``
 
     def take(self, block: Block, hidden_SD: torch.Tensor) -> None: ...
 
@@ -36,6 +37,7 @@ class BlockGradient(Protocol):
     """Gives dL/dhidden of each block of a backward walk, and adds the head's own gradient to its buffer."""
 
     needed_U: np.ndarray  # bool: tokens whose hidden state has a gradient of its own
+    signature: bytes
 
     def gradient(self, block: Block, hidden_SD: torch.Tensor) -> torch.Tensor: ...
 
@@ -58,6 +60,7 @@ class LogprobSink:
         self._keep_t = slice(None) if need_T is None else np.asarray(need_T, bool)[batch.position_t]
         self.needed_U = np.zeros(batch.num_tokens, bool)
         self.needed_U[batch.source_t[self._keep_t]] = True
+        self.signature = repr(("logprobs", temperature, want_entropy)).encode()
         self.logp_U = torch.zeros(batch.num_tokens, dtype=dtype, device=device)
         self.entropy_U = torch.zeros_like(self.logp_U) if want_entropy else None
 
@@ -129,6 +132,8 @@ class LogprobGradient:
         self.needed_U[batch.trie.parent_U[np.flatnonzero(coef.logp_U)]] = True
         if coef.entropy_U is not None:
             self.needed_U |= coef.entropy_U != 0
+        pattern = (coef.logp_U != 0, np.zeros(0, bool) if coef.entropy_U is None else coef.entropy_U != 0)
+        self.signature = repr(("gradient", temperature)).encode() + b"".join(np.packbits(x).tobytes() for x in pattern)
 
     def gradient(self, block: Block, hidden_SD: torch.Tensor) -> torch.Tensor:
         """dL/dhidden [S, D] of a block's own predictions; zero where no coefficient is."""

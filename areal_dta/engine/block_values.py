@@ -28,6 +28,7 @@ class ValueSink:
         self._need_T = np.ones(batch.rows.num_tokens, bool) if need_T is None else np.asarray(need_T, bool)
         self.needed_U = np.zeros(batch.num_tokens, bool)
         self.needed_U[batch.trie.token_index_T[self._need_T]] = True
+        self.signature = b"values"
         self.value_U = torch.zeros(batch.num_tokens, dtype=dtype, device=device)
 
     def take(self, block: Block, hidden_SD: torch.Tensor) -> None:
@@ -56,6 +57,7 @@ class ValueGradient:
         dvalue = checked_coefficients("dvalue_T", dvalue_T, batch.rows, mask_T, with_last=True)
         self._coef_U = np.bincount(batch.trie.token_index_T, weights=dvalue, minlength=batch.num_tokens)
         self.needed_U = self._coef_U != 0
+        self.signature = b"value gradient"
 
     def gradient(self, block: Block, hidden_SD: torch.Tensor) -> torch.Tensor:
         """dL/dhidden [S, D] of a block's own values; zero where no coefficient is."""

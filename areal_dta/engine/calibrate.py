@@ -59,10 +59,6 @@ class Shape:
     def num_tokens(self) -> int:
         return sum(tokens for _, tokens in self.branches)
 
-    @property
-    def is_chain(self) -> bool:
-        return len(self.branches) == 1
-
 
 def shapes_for(max_block_tokens: int, path_rows: int, vocab: int) -> list[Shape]:
     """Chains and bundles up to the size of a block, below nothing and below paths, the cheapest first."""
@@ -90,7 +86,16 @@ def fingerprint(policy: MegatronPolicy, settings: PlanSettings, kernel: Attentio
         "kernel": type(kernel).__name__,
         "parallel": f"dp {sizes.dp} tp {sizes.tp} pp {sizes.pp} sequence_parallel {sizes.sequence_parallel}",
         "max_block_tokens": str(settings.max_block_tokens),
+        "largest_block": str(_largest_block(policy, settings)),
     }
+
+
+def _largest_block(policy: MegatronPolicy, settings: PlanSettings) -> int:
+    """Tokens of the largest block to measure: the limit of a block, or what an ``activation_budget`` can hold."""
+    if not settings.activation_budget:
+        return settings.max_block_tokens
+    affordable = int(settings.activation_budget / policy.memory_model().bytes_per_working_token)
+    return min(settings.max_block_tokens, affordable)
 
 
 def _cpu_name() -> str:
@@ -119,7 +124,11 @@ def calibrated(
         text = _from_rank_0(measured.to_json(), policy.device)  # their last digits may differ
         if dist.get_rank() == 0:
             measured.write(file)
-    return Calibration.from_json(text)
+    costs = Calibration.from_json(text)
+    beyond = costs.extrapolation(settings.max_block_tokens)
+    if beyond is not None and dist.get_rank() == 0:
+        log.warning("%s; times and peaks of such blocks may be far off", beyond)
+    return costs
 
 
 def _usable(file: Path, now: dict[str, str]) -> Calibration | None:
@@ -162,25 +171,24 @@ def calibrate(
     """
     began = time.perf_counter()
     bench = _Bench(policy, kernel or kernel_for(policy.device, policy.dtype, policy.shape.head_dim), settings, clock)
-    largest = settings.max_block_tokens
-    if settings.activation_budget:
-        largest = min(largest, int(settings.activation_budget / policy.memory_model().bytes_per_working_token))
+    largest = _largest_block(policy, settings)
     shapes = shapes_for(largest, path_rows, policy.shape.vocab)
     bench.times(shapes[0])  # the first block of a process pays for much that later ones don't
     samples: list[Sample] = []
-    left_out = 0
+    left_out = measured_tokens = 0
     for number, shape in enumerate(shapes):
         elapsed_s, last_s = bench.largest(np.asarray([time.perf_counter() - began, bench.last_s]))
         if number >= _MIN_SHAPES and elapsed_s + 2 * last_s > limit_s:
             left_out = len(shapes) - number
             break
         samples.append(bench.times(shape))
+        measured_tokens = max(measured_tokens, shape.num_tokens)
     fit = fit_times(samples)
     memory, memory_error = _fit_memory(bench, largest, path_rows)
     policy.zero_grad()
     errors = {
         "time_rms": fit.rms_error, "time_max": fit.max_error, "memory_max": memory_error, "shapes": float(len(samples)),
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - began, "largest_block": float(measured_tokens),
     }  # fmt: skip
     log.info(
         "measured %d block shapes in %.1f s%s: times fit within %.0f%% (root mean square %.1f%%), memory within %.0f%%",

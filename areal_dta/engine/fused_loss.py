@@ -285,6 +285,8 @@ class FusedGradient:
         self._first_U1 = np.searchsorted(target_t[order_t], np.arange(batch.num_tokens + 1))
         self.needed_U = np.zeros(batch.num_tokens, bool)
         self.needed_U[batch.source_t[keep_t]] = True
+        pattern = np.packbits(np.diff(self._first_U1) > 0).tobytes()
+        self.signature = repr(("fused", temperature, want_entropy)).encode() + pattern
         self._loss = torch.zeros(1, dtype=torch.float64, device=device)
         self._logprobs_T, self._dlogp_T, self._entropy_T = (
             torch.zeros(batch.rows.num_tokens, dtype=dtype, device=device) for _ in range(3)

@@ -75,7 +75,7 @@ class MegatronPolicy:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.model = build_model(self.shape, self.sizes, dtype, seed).to(self.device)
         self.num_steps = 0
-        self._reduced = False
+        self._reduced = self._incomplete = False
         self._freqs: torch.Tensor | None = None
         self.ddp = self._wrap() if trainable else None
         self.optimizer = self._build_optimizer(optimizer) if optimizer else None
@@ -283,7 +283,7 @@ class MegatronPolicy:
         self._trainable().zero_grad_buffer()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        self._reduced = False
+        self._reduced = self._incomplete = False
 
     def _trainable(self) -> DistributedDataParallel:
         if self.ddp is None:
@@ -291,15 +291,22 @@ class MegatronPolicy:
         return self.ddp
 
     def check_accumulating(self) -> None:
-        """Raise RuntimeError when the buffers hold reduced gradients: adding to them would count ranks twice."""
+        """Raise RuntimeError when the buffers hold reduced gradients (adding would count ranks twice) or half of some."""
         self._trainable()
         if self._reduced:
             raise RuntimeError(
                 "gradients of this step are already reduced over ranks; call zero_grad() before backward()"
             )
+        if self._incomplete:
+            raise RuntimeError("a backward failed half-way; call zero_grad() before the next one")
+
+    def begin_gradients(self) -> None:
+        """A backward starts adding to the buffers; until `finish_gradients` they hold a part of it."""
+        self._incomplete = True
 
     def finish_gradients(self, sync: GradientSync) -> None:
         """Sum gradients over ranks: ``sharded`` for the optimizer, ``full`` on all ranks, ``none``: more follow."""
+        self._incomplete = False
         if sync == "none":
             return
         finalize_model_grads([self._trainable()], force_all_reduce=sync == "full")

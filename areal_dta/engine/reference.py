@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -88,6 +89,7 @@ class DenseEngine:
         dentropy = checked_coefficients("dentropy_T", dentropy_T, rows, mask_T)
         assert dlogp is not None
         self._check_same_rows(rows)
+        self.policy.begin_gradients()
         link = self.policy.stage_link()
         for lo, hi, ids_S in self._rows(rows):
             if hi - lo > 1:
@@ -180,6 +182,7 @@ class DenseEngine:
         dvalue = checked_coefficients("dvalue_T", dvalue_T, rows, mask_T, with_last=True)
         assert dvalue is not None
         self._check_same_rows(rows)
+        self.policy.begin_gradients()
         link = self.policy.stage_link()
         for lo, hi, ids_S in self._rows(rows):
             stage_input, output = self._row_forward(link, ids_S)
@@ -252,9 +255,10 @@ def make_engine(
     """
     if mode == "disabled":
         return DenseEngine(policy)
+    memory, timing = (None, None) if costs is None else (costs.memory, costs.time)
     if mode == "dta":
-        memory, timing = (None, None) if costs is None else (costs.memory, costs.time)
         return TreeEngine(policy, settings, memory=memory, timing=timing)
     if mode == "sparse":
-        return TreeEngine(policy, PlanSettings(kind="sparse"))
+        whole = replace(settings or PlanSettings(), kind="sparse", leaf_merge=True, cut_tail=True)
+        return TreeEngine(policy, whole, memory=memory, timing=timing)
     raise ValueError(f"tree_training_mode={mode!r} is not one of disabled, sparse, dta")

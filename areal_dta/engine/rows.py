@@ -36,6 +36,8 @@ class Rows:
             raise ValueError(f"offsets_S1 must run from 0 to {len(ids)}, got {offsets[:8].tolist()}")
         if (np.diff(offsets) <= 0).any():
             raise ValueError(f"row {int((np.diff(offsets) <= 0).argmax())} is empty; leave rows without tokens out")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 31:
+            raise ValueError(f"token ids run from {ids.min()} to {ids.max()}, expected 0 to {(1 << 31) - 1}")
         object.__setattr__(self, "ids_T", np.ascontiguousarray(ids, np.int32))
         object.__setattr__(self, "offsets_S1", np.ascontiguousarray(offsets, np.int64))
 

@@ -18,18 +18,30 @@ from areal_dta.tree.trie import Trie, build_trie, unshared_trie
 __all__ = ["TreeBatch"]
 
 
+def _sharing(settings: PlanSettings) -> str:
+    if settings.kind != "dense":
+        return "tree"
+    return "leaves" if settings.leaf_merge else "none"
+
+
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
     """A batch of rows and its trie (for a dense plan a forest without sharing)."""
 
     rows: Rows
     trie: Trie
+    sharing: str  # "tree", or for a dense plan "none" or "leaves"
 
     @classmethod
     def of(cls, rows: Rows, settings: PlanSettings) -> TreeBatch:
-        if settings.kind == "dense":
-            return cls(rows, unshared_trie(rows.ids_T, rows.offsets_S1, settings.leaf_merge))
-        return cls(rows, build_trie(rows.ids_T, rows.offsets_S1))
+        sharing = _sharing(settings)
+        if sharing == "tree":
+            return cls(rows, build_trie(rows.ids_T, rows.offsets_S1), sharing)
+        return cls(rows, unshared_trie(rows.ids_T, rows.offsets_S1, settings.leaf_merge), sharing)
+
+    def suits(self, settings: PlanSettings) -> bool:
+        """Whether a plan of these settings walks this trie."""
+        return self.sharing == _sharing(settings)
 
     @property
     def num_tokens(self) -> int:

@@ -9,6 +9,7 @@ Legend: U trie tokens, T row tokens, S rows of a block, D hidden.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, replace
 
@@ -65,7 +66,7 @@ class TreeEngine:
 
     def batch(self, rows: Rows) -> TreeBatch:
         """The trie of ``rows``; the last one is remembered, since forward and backward of a step share it."""
-        if self._last_batch is None or self._last_batch.rows is not rows:
+        if self._last_batch is None or self._last_batch.rows is not rows or not self._last_batch.suits(self.settings):
             rows.check_vocabulary(self.policy.shape.vocab)
             self._last_batch = TreeBatch.of(rows, self.settings)
         return self._last_batch
@@ -104,7 +105,7 @@ class TreeEngine:
         settings = settings if self.settings.kind in ("auto", "classic") else self.settings
         plan = plan_walk(batch.trie, settings, None, sink.needed_U)
         planned = time.perf_counter()
-        self.policy.check_same_program(plan.digest())
+        self.policy.check_same_program(_program_digest(batch, plan, sink))
         runner = BlockRunner(self.policy, self._kernel, batch, plan.stack_rows, with_grad=False)
         link = self.policy.stage_link()
         if link is None:
@@ -112,6 +113,7 @@ class TreeEngine:
         else:
             PipelineWalk(self.policy, runner, link).forward(plan, sink)
         self._finish(batch, plan, runner, began, planned, self._seconds(plan, sink.needed_U, backward=False))
+        self.stats = replace(self.stats, predicted_peak_bytes=int(self.memory.forward_peak(plan)))
 
     def _forward_blocks(self, plan: WalkPlan, runner: BlockRunner, sink: BlockSink) -> None:
         for op in plan.ops:
@@ -186,7 +188,8 @@ class TreeEngine:
         """Gradients of all needed blocks into the policy's buffers, not reduced over ranks."""
         plan = plan_walk(batch.trie, self.settings, self.memory, job.needed_U)
         planned = time.perf_counter()
-        self.policy.check_same_program(plan.digest())
+        self.policy.check_same_program(_program_digest(batch, plan, job))
+        self.policy.begin_gradients()
         runner = BlockRunner(self.policy, self._kernel, batch, plan.stack_rows, with_grad=True)
         link = self.policy.stage_link()
         if link is None:
@@ -261,6 +264,14 @@ class TreeEngine:
             predicted_peak_bytes=int(self.memory.peak(plan)),
             seconds=time.perf_counter() - began,
         )
+
+
+def _program_digest(batch: TreeBatch, plan: WalkPlan, head: BlockSink | BlockGradient) -> str:
+    """Ranks of one model must agree on tokens, blocks and projections, or they hang or add up unlike gradients."""
+    hasher = hashlib.sha256(plan.digest().encode())
+    for part in (batch.trie.ids_U.tobytes(), np.packbits(head.needed_U).tobytes(), head.signature):
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def _reads(needed_U: np.ndarray, block: Block) -> bool:

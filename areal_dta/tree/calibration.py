@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from areal_dta.tree.timing import TimeModel
 __all__ = ["Calibration", "CalibrationError"]
 
 _FORMAT = 1
+_MAX_BYTES = 1e15  # of a coefficient; sums of more would overflow
+_AT_LEAST_ONE = ("bytes_per_kept_token", "bytes_per_working_token")  # the planner divides by them
+EXTRAPOLATION = 2.0  # blocks so many times the largest measured one are predicted without a word
 
 
 class CalibrationError(ValueError):
@@ -25,7 +29,7 @@ class CalibrationError(ValueError):
 @dataclass(frozen=True)
 class Calibration:
     """What was measured, on what (``fingerprint``: device, model, dtype, versions, parallel sizes), and how well the
-    linear models fit their own samples (relative errors by name).
+    linear models fit their own samples (relative errors by name; ``largest_block``: tokens of the largest one).
     """
 
     fingerprint: Mapping[str, str]
@@ -40,6 +44,20 @@ class Calibration:
             if then != now:
                 return f"{name} was {then}, is {now}"
         return None
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of the run that measured; the models are those of one stage."""
+        words = self.fingerprint.get("parallel", "").split()
+        count = words[words.index("pp") + 1] if "pp" in words[:-1] else ""
+        return int(count) if count.isdecimal() and int(count) else 1
+
+    def extrapolation(self, block_tokens: int) -> str | None:
+        """What to say about blocks far larger than the measured ones; None where nothing need be said."""
+        largest = self.fit.get("largest_block", 0.0)
+        if not largest or block_tokens <= EXTRAPOLATION * largest:
+            return None
+        return f"blocks of {block_tokens:,} tokens are predicted from measurements up to {largest:,.0f}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -67,7 +85,7 @@ class Calibration:
                 raise CalibrationError(f"format {raw['format']!r} is not {_FORMAT}")
             fingerprint = {str(k): str(v) for k, v in raw["fingerprint"].items()}
             fit = {str(k): float(v) for k, v in raw["fit"].items()}
-            return cls(fingerprint, TimeModel(**raw["time"]), MemoryModel(**raw["memory"]), fit)
+            return cls(fingerprint, TimeModel(**raw["time"]), _memory_model(raw["memory"]), fit)
         except CalibrationError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -86,4 +104,13 @@ class Calibration:
         except FileNotFoundError:
             raise
         except (OSError, ValueError) as error:
-            raise CalibrationError(f"{path}: {error}; remove it, and dta.calibrate=true measures anew") from error
+            raise CalibrationError(f"{path}: {error}; a run with dta.calibrate=true writes a new one") from error
+
+
+def _memory_model(raw: Mapping[str, Any]) -> MemoryModel:
+    for name, value in raw.items():
+        least = 1 if name in _AT_LEAST_ONE else 0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not least <= value <= _MAX_BYTES:
+            raise CalibrationError(f"memory.{name} is {value!r}, not a number of bytes from {least} to {_MAX_BYTES:g}")
+    return MemoryModel(**raw)

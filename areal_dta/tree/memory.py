@@ -6,6 +6,7 @@ rows of the stack and their gradient accumulators. Weights, gradient buffers and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from areal_dta.tree.plan import OpKind, WalkPlan
@@ -81,6 +82,11 @@ class MemoryModel:
     def row_bytes(self) -> float:
         return self.bytes_per_stack_row + self.bytes_per_grad_row
 
+    def forward_peak(self, plan: WalkPlan) -> float:
+        """Predicted peak bytes of a forward-only walk."""
+        largest = max((block.num_tokens for block in plan.blocks), default=0)
+        return self.bytes_per_stack_row * plan.stack_rows + self.bytes_per_forward_token * largest + self.bytes_fixed
+
     def peak(self, plan: WalkPlan) -> float:
         """Predicted peak bytes of a backward walk."""
         live = peak = self.bytes_per_stack_row * plan.stack_rows
@@ -118,4 +124,4 @@ def default_budget(memory: MemoryModel, longest_row: int, max_block_tokens: int)
     generous = memory.checkpointed_peak(longest_row) + block
     modest = max(0.45 * memory.dense_peak(longest_row), 1.5 * block + memory.bytes_fixed)
     least = (memory.bytes_fixed + memory.row_bytes() * longest_row + block / 2) / 0.9
-    return int(max(min(generous, modest), least + memory.bytes_per_working_token))
+    return math.ceil(max(min(generous, modest), least + memory.bytes_per_working_token))

@@ -39,7 +39,7 @@ def plan_walk(
     """
     forest = live_forest(trie, need_U, settings.order)
     if settings.kind == "auto":
-        return _AutoPlanner(forest, _Budget.of(trie, settings, memory)).run()
+        return _AutoPlanner(forest, _Budget.of(forest, settings, memory)).run()
     if settings.kind == "classic":
         plan = classic_plan(forest, settings.max_block_tokens, settings.cut_tail)
     elif settings.kind == "sparse":
@@ -106,10 +106,10 @@ class _Budget:
     memory: MemoryModel | None
 
     @classmethod
-    def of(cls, trie: Trie, settings: PlanSettings, memory: MemoryModel | None) -> _Budget:
-        if memory is None or not trie.num_tokens:
+    def of(cls, forest: Forest, settings: PlanSettings, memory: MemoryModel | None) -> _Budget:
+        if memory is None or not forest.num_segments:
             return cls(settings.max_block_tokens, math.inf, None)
-        longest = int(trie.depth_U.max()) + 1
+        longest = max(depth + forest.length(v) for v, depth in enumerate(forest.depth))
         budget = settings.activation_budget or default_budget(memory, longest, settings.max_block_tokens)
         free = BUDGET_SHARE * budget - memory.bytes_fixed - memory.row_bytes() * longest
         affordable = int(free / memory.bytes_per_working_token)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +21,11 @@ from areal_dta.tree.plan import Block, Op, OpKind, WalkPlan
 __all__ = ["classic_plan"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Leaf:
-    path: tuple[int, ...]  # segments, root first
+    path: list[int]  # segments, root first; valid until the next leaf is asked for
     length: int
-    next_lcp: int = -1  # where the next leaf leaves it
+    next_lcp: int  # where the next leaf leaves it
 
 
 def classic_plan(forest: Forest, max_block_tokens: int, cut_tail: bool) -> WalkPlan:
@@ -53,27 +54,23 @@ def classic_plan(forest: Forest, max_block_tokens: int, cut_tail: bool) -> WalkP
     return WalkPlan(tuple(blocks), tuple(ops), (False,) * len(blocks))
 
 
-def _leaves(forest: Forest) -> list[_Leaf]:
-    leaves: list[_Leaf] = []
+def _leaves(forest: Forest) -> Iterator[_Leaf]:
     path: list[int] = []
     pending = forest.roots[::-1]
     while pending:
         segment = pending.pop()
-        while path and forest.depth[path[-1]] >= forest.depth[segment]:
+        depth = forest.depth[segment]
+        if path and not forest.children[path[-1]]:
+            yield _Leaf(path, forest.depth[path[-1]] + forest.length(path[-1]), depth)
+        while path and forest.depth[path[-1]] >= depth:
             path.pop()
-        if leaves and leaves[-1].next_lcp < 0:
-            leaves[-1].next_lcp = forest.depth[segment]
         path.append(segment)
-        if forest.children[segment]:
-            pending.extend(reversed(forest.children[segment]))
-        else:
-            leaves.append(_Leaf(tuple(path), forest.depth[segment] + forest.length(segment)))
-    if leaves:
-        leaves[-1].next_lcp = 0
-    return leaves
+        pending.extend(reversed(forest.children[segment]))
+    if path:
+        yield _Leaf(path, forest.depth[path[-1]] + forest.length(path[-1]), 0)
 
 
-def _path_tokens(forest: Forest, path: tuple[int, ...], low: int, high: int) -> np.ndarray:
+def _path_tokens(forest: Forest, path: list[int], low: int, high: int) -> np.ndarray:
     """Trie tokens at positions low .. high-1 of a path."""
     runs = []
     for segment in reversed(path):

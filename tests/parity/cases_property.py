@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from areal_dta.engine import DenseEngine, PlanSettings, Rows
+from areal_dta.tree import tiles
 from tests.parity.direct import equal_length_gradients
 from tests.parity.plans import tree_engine
 from tests.parity.support import Context, assert_close, coefficients, gradients, value_gradients, worst_errors
@@ -81,7 +83,7 @@ def plan_settings(draw: st.DrawFn) -> PlanSettings:
     return PlanSettings(
         kind=kind,
         max_block_tokens=block,
-        activation_budget=draw(st.sampled_from((0, block, 2 * block, 3 * block + 2))) if kind == "auto" else 0,
+        activation_budget=draw(st.sampled_from((0, block + 1, 2 * block + 1, 3 * block + 2))) if kind == "auto" else 0,
         leaf_merge=draw(st.booleans()) if kind == "dense" else True,
         cut_tail=draw(st.booleans()) if kind == "classic" else True,
         order=draw(st.sampled_from(("lexicographic", "heavy_first", "heavy_last"))),
@@ -98,6 +100,7 @@ class Example:
     with_entropy: bool
     zero_share: float
     seed: int
+    tile_overhead: int  # 0: no masked squares; every rectangle inside a block is a tile of its own
 
     def arrays(self, dtype: torch.dtype) -> tuple[Rows, torch.Tensor, torch.Tensor | None, np.ndarray]:
         """(rows, dL/dlogp, dL/dentropy, mask); NaN where the mask is false."""
@@ -119,6 +122,7 @@ EXAMPLES = st.builds(
     with_entropy=st.booleans(),
     zero_share=st.sampled_from((0.0, 0.5, 0.95)),
     seed=st.integers(0, 999),
+    tile_overhead=st.sampled_from((0, 50, 3000)),
 )
 
 
@@ -136,7 +140,8 @@ def _check_examples(check: Callable[[Example], None]) -> None:
     @given(EXAMPLES)
     def run(example: Example) -> None:
         try:
-            check(example)
+            with mock.patch.object(tiles, "TILE_OVERHEAD_PAIRS", example.tile_overhead):
+                check(example)
         except AssertionError as error:
             raise AssertionError(f"{error}\nrows: {example.rows}\nfor {example}") from error
 

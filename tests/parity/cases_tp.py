@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_dta.engine import DenseEngine, TreeEngine
+from areal_dta.engine import DenseEngine, Rows, TreeEngine
 from areal_dta.engine.hf import TensorReader, to_megatron
 from tests.parity.cases_dp import continues_to_the_single_process_weights
 from tests.parity.cases_single import ADAM, reference_coefficients
 from tests.parity.plans import PLANS, tree_engine
 from tests.parity.support import FAMILIES, Context, assert_close, gradients
-from tests.parity.tries import random_rows
+from tests.parity.tries import VOCAB, random_rows
 
 
 def gradient_equals_dense_and_the_single_process(context: Context) -> None:
@@ -32,9 +34,27 @@ def gradient_equals_dense_and_the_single_process(context: Context) -> None:
 
 
 def ranks_with_different_rows_are_told(context: Context) -> None:
-    engine = TreeEngine(context.policy())
-    with pytest.raises(RuntimeError, match="different rows"):
-        engine.forward(random_rows("comb", context.rank))
+    """Also of the same shape, and what else must be equal: temperature, what is projected, what has a coefficient."""
+    policy = context.policy()
+    engine, rank = TreeEngine(policy), context.rank % (context.sizes.tp * context.sizes.pp)
+    rows = random_rows("comb", 3)
+    other = Rows((rows.ids_T + rank) % VOCAB, rows.offsets_S1)
+    ones_T, holes_T = torch.ones(rows.num_tokens), torch.ones(rows.num_tokens)
+    holes_T[:: 2 + rank] = 0
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: engine.forward(random_rows("comb", rank)),
+        lambda: engine.forward(other),
+        lambda: engine.forward(rows, 1.0 + rank),
+        lambda: engine.forward(rows, want_entropy=rank == 0),
+        lambda: engine.backward(other, ones_T),
+        lambda: engine.backward(rows, ones_T, None, 1.0 + rank),
+        lambda: engine.backward(rows, holes_T),
+        lambda: engine.backward(rows, ones_T, ones_T if rank == 0 else None),
+    )
+    for call in calls:
+        policy.zero_grad()
+        with pytest.raises(RuntimeError, match="different rows or coefficients"):
+            call()
 
 
 def values_equal_transformers(context: Context) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_dta.tree import tiles
 from areal_dta.tree.forest import live_forest
 from areal_dta.tree.memory import MemoryModel, default_budget
 from areal_dta.tree.plan import ON_PATH, Block, ChildOrder, OpKind, PlanSettings, WalkPlan
@@ -104,9 +106,17 @@ def replay(plan: WalkPlan, trie: Trie) -> list[int]:
     return done
 
 
-@given(ROWS)
-@settings(max_examples=120, deadline=None)
-def test_every_token_is_differentiated_once_with_all_its_ancestors_in_sight(rows: list[list[int]]) -> None:
+@given(ROWS, st.sampled_from((0, 50, 3000)))
+@settings(max_examples=150, deadline=None)
+def test_every_token_is_differentiated_once_with_all_its_ancestors_in_sight(
+    rows: list[list[int]], overhead: int
+) -> None:
+    """``overhead`` decides between rectangles inside a block and masked squares."""
+    with mock.patch.object(tiles, "TILE_OVERHEAD_PAIRS", overhead):
+        _check_all_plans(rows)
+
+
+def _check_all_plans(rows: list[list[int]]) -> None:
     trie = trie_of(rows)
     for choice in PLANS:
         plan = plan_walk(trie, choice)
@@ -236,6 +246,18 @@ def test_siblings_are_dealt_to_the_fewest_blocks_about_equally() -> None:
     plan = plan_walk(trie_of(rows), PlanSettings("auto", 20))
     visits = [plan.blocks[op.block].num_tokens for op in plan.ops if op.kind is OpKind.VISIT]
     assert sum(visits) == 55 and len(visits) == 3 and max(visits) == 20
+
+
+def test_branches_of_a_chain_inside_a_block_see_it_through_rectangles() -> None:
+    trunk = list(range(10, 20))
+    rows = [trunk[:cut] + [5, *range(100, 106)] + [tail] for cut in (3, 6) for tail in (7, 8)] + [trunk]
+    trie = trie_of(rows)
+    with mock.patch.object(tiles, "TILE_OVERHEAD_PAIRS", 0):
+        plan = plan_walk(trie, PlanSettings("sparse"))
+        shapes = block_tiles(plan.blocks[0])
+        replay(plan, trie)
+    inner = [tile for tile in shapes if tile.kind is TileKind.FULL and not tile.on_path]
+    assert len(inner) >= 3 and any(tile.k_start > 0 for tile in inner)
 
 
 def test_small_siblings_are_joined_in_masked_squares() -> None:
