@@ -138,7 +138,8 @@ class RpcServer:
         if self._socket is None:
             return
         try:
-            await self._socket.send_multipart([peer, *frames], flags=zmq.NOBLOCK)
+            # Not copied: what waits for a peer that does not read refers to the arrays, however often it asked.
+            await self._socket.send_multipart([peer, *frames], flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:  # the peer's queue is full: it will re-send and hit the cache
             self.counters["unsent"] += 1
 

@@ -233,7 +233,7 @@ class EnvConfig:
 class DtaConfig:
     plan: Literal["auto", "classic", "sparse", "dense"] = "auto"
     max_block_tokens: int = 2048
-    activation_budget: Bytes = Bytes(0)  # saved for later backwards; 0: automatic
+    activation_budget: Bytes = Bytes(0)  # peak of a walk: graphs, stack and the block at work; 0: automatic
     leaf_merge: bool = True
     cut_tail: bool = True
     order: Literal["lexicographic", "heavy_first", "heavy_last"] = "lexicographic"
@@ -252,6 +252,10 @@ class BatcherConfig:
     lease_timeout_s: float = 60.0
     max_attempts: int = 3
     intake_limit: int = 4096  # episodes held before workers are told to wait
+    spool_bytes: int = 64 << 30  # of the log on disk before workers are told to wait
+    min_group_size: int | None = None  # fewest episodes a group is trained with; null: two (one if n_samples is 1)
+    filter_equal_rewards: bool = False  # drop groups whose episodes all have one reward
+    stale_reissues: int = 1  # times that a prompt is sampled again after its group was dropped as stale
     dump_traces: bool = False
     group_timeout_s: float | None = None  # null: time for all attempts of an episode
 

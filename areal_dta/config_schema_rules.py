@@ -36,6 +36,7 @@ _POSITIVE = (
     "batcher.lease_timeout_s",
     "batcher.max_attempts",
     "batcher.intake_limit",
+    "batcher.spool_bytes",
     "batcher.group_timeout_s",
     "embedded.max_batch",
     "embedded.max_total_tokens",

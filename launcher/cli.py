@@ -18,6 +18,7 @@ EXIT_WRONG_INPUT = 2
 EXIT_STOPPED = 130
 MAX_PORT = 65_535
 PLANS = ("auto", "classic", "sparse", "dense")
+ORDERS = ("lexicographic", "heavy_first", "heavy_last")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,9 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder; only its config.json is read")
     plan.add_argument("--plan", choices=PLANS, help="how the trie is cut into blocks (default: auto)")
     plan.add_argument("--max-block-tokens", type=_count, metavar="N", help="tokens of one block (default: 2048)")
-    plan.add_argument(
-        "--activation-budget", metavar="BYTES", help="of saved activations, such as 2GiB (default: automatic)"
-    )
+    plan.add_argument("--activation-budget", metavar="BYTES", help="peak of a walk, such as 2GiB (default: automatic)")
     plan.add_argument("--calibration", type=Path, metavar="FILE", help="measured costs, RUN/calibration.json")
     plan.add_argument(
         "--rows", choices=("episodes", "turns"), help="what a row is (default: turns, if the file has any)"
@@ -88,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--dtype", help="of activations, for estimates (default: the model's)")
     plan.add_argument("--tp", type=_count, metavar="N", help="tensor-parallel ranks, for estimates (default: 1)")
+    plan.add_argument("--pp", type=_count, metavar="N", help="pipeline stages, for estimates (default: 1)")
+    plan.add_argument("--order", choices=ORDERS, help="of subtrees, as dta.order (default: lexicographic)")
+    plan.add_argument("--no-cut-tail", action="store_true", help="as dta.cut_tail=false, for --plan classic")
+    plan.add_argument("--no-leaf-merge", action="store_true", help="as dta.leaf_merge=false, for --plan dense")
     plan.add_argument("--compare", action="store_true", help="also plan it in the other ways")
     _simulation_options(plan)
     plan.add_argument("--json", action="store_true", help="print one JSON object")

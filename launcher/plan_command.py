@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from areal_dta.config import ConfigError
 from areal_dta.config_schema_check import parse_bytes
-from areal_dta.tree.calibration import Calibration, CalibrationError
+from areal_dta.tree.calibration import Calibration
 from areal_dta.tree.cost import lower_bound
 from areal_dta.tree.partition import DEFAULT_METHOD
 from areal_dta.tree.plan import PlanKind, PlanSettings
@@ -24,7 +24,7 @@ from areal_dta.tree.trie import sort_rows
 from launcher.commands import run
 from launcher.rundir import RunError
 from launcher.simulate_command import simulate_config
-from launcher.trace_plan import Models, RankPlan, TreeFigures, models_of, plan_ranks, tree_figures
+from launcher.trace_plan import Models, RankPlan, TreeFigures, models_of, plan_ranks, read_calibration, tree_figures
 from launcher.trace_rows import read_rows
 
 __all__ = ["plan"]
@@ -33,7 +33,7 @@ _CONFIG_SUFFIXES = (".yaml", ".yml")
 _SIMULATION_OPTIONS = ("from_run", "trace", "assume", "search", "steps")
 _TRACE_OPTIONS = (
     "ranks", "partition", "model", "plan", "max_block_tokens", "activation_budget", "calibration", "rows", "where",
-    "dtype", "tp", "compare",
+    "dtype", "tp", "pp", "order", "no_cut_tail", "no_leaf_merge", "compare",
 )  # fmt: skip
 
 
@@ -81,7 +81,9 @@ class _Report:
     ranks: list[RankPlan]
     over_mean: float  # cost of the heaviest rank against the mean of all
     over_bound: float  # and against what no partition can undercut
-    comparison: dict[str, list[RankPlan]]
+    comparison: dict[str, list[RankPlan] | None]  # None: see `over_budget`
+    over_budget: dict[str, str]  # kinds that need more than the activation budget, and what the planner says about it
+    notes: list[str]
 
 
 def _report(args: argparse.Namespace) -> _Report:
@@ -89,55 +91,77 @@ def _report(args: argparse.Namespace) -> _Report:
         kind=args.plan or "auto",
         max_block_tokens=args.max_block_tokens or PlanSettings().max_block_tokens,
         activation_budget=parse_bytes(args.activation_budget or 0, "--activation-budget"),
+        leaf_merge=not args.no_leaf_merge,
+        cut_tail=not args.no_cut_tail,
+        order=args.order or PlanSettings().order,
     )
-    models, basis = _models(args)
+    calibration, models, basis = _models(args)
+    if settings.activation_budget and models.memory is None:
+        raise RunError("--activation-budget needs bytes per token; add --model FOLDER or --calibration FILE")
     rows = read_rows(args.file, args.rows or "auto", args.where)
     order = sort_rows(rows.ids_T, rows.offsets_S1)
     method, num_ranks = args.partition or DEFAULT_METHOD, args.ranks or 1
-    plans: dict[str, list[RankPlan]] = {settings.kind: plan_ranks(rows, order, num_ranks, method, settings, models)}
-    for name, other in _alternatives(settings).items() if args.compare else ():
-        plans[name] = plan_ranks(rows, order, num_ranks, method, other, models)
-    costs = [rank.cost for rank in plans[settings.kind]]
+    chosen = plan_ranks(rows, order, num_ranks, method, settings, models)
+    plans: dict[str, list[RankPlan] | None] = {_name(settings): chosen}
+    over_budget: dict[str, str] = {}
+    for other in _alternatives(settings) if args.compare else ():
+        try:
+            plans[_name(other)] = plan_ranks(rows, order, num_ranks, method, other, models)
+        except ValueError as error:  # rows and partition have been used above: only the budget can be too small
+            plans[_name(other)] = None
+            over_budget[_name(other)] = str(error)
+    costs = [rank.cost for rank in chosen]
     return _Report(
         trace=str(args.file),
         settings=dataclasses.asdict(settings),
         partition=method,
         basis=basis,
         tree=tree_figures(rows, order, models.flops),
-        ranks=plans[settings.kind],
+        ranks=chosen,
         over_mean=max(costs) * len(costs) / sum(costs),
         over_bound=max(costs) / lower_bound(order, num_ranks, models.balance)[0],
         comparison=plans if args.compare else {},
+        over_budget=over_budget,
+        notes=[] if calibration is None else _notes(plans, calibration),
     )
 
 
-def _alternatives(settings: PlanSettings) -> dict[str, PlanSettings]:
+def _notes(plans: dict[str, list[RankPlan] | None], calibration: Calibration) -> list[str]:
+    largest = {name: max(rank.largest_block for rank in ranks) for name, ranks in plans.items() if ranks}
+    beyond = {name: calibration.extrapolation(tokens) for name, tokens in largest.items()}
+    return [f"plan {name}: {what}; its time and peak may be far off" for name, what in beyond.items() if what]
+
+
+def _name(settings: PlanSettings) -> str:
+    """Of a plan in the comparison."""
+    return settings.kind if settings.leaf_merge else "rows alone"
+
+
+def _alternatives(settings: PlanSettings) -> list[PlanSettings]:
     """The other kinds of plan, and training every row alone."""
-    kinds = [kind for kind in get_args(PlanKind) if kind != settings.kind]
-    others = {kind: dataclasses.replace(settings, kind=kind) for kind in kinds}
-    return {**others, "rows alone": dataclasses.replace(settings, kind="dense", leaf_merge=False)}
+    plain = dataclasses.replace(settings, kind="dense", leaf_merge=True, cut_tail=True)
+    every = [dataclasses.replace(plain, kind=kind) for kind in get_args(PlanKind)]
+    every.append(dataclasses.replace(plain, leaf_merge=False))
+    return [other for other in every if _name(other) != _name(settings)]
 
 
-def _models(args: argparse.Namespace) -> tuple[Models, str]:
+def _models(args: argparse.Namespace) -> tuple[Calibration | None, Models, str]:
+    given = [name for name in ("dtype", "tp", "pp") if getattr(args, name)]
+    if given and args.calibration:
+        raise RunError(f"--{given[0]} is for estimates; {args.calibration} holds measurements, remove one of them")
+    if given and not args.model:
+        raise RunError(f"--{given[0]} is for estimates; add --model FOLDER (config.json is enough)")
     sizes = ModelSizes.from_folder(args.model) if args.model else None
-    calibration = None
-    if args.calibration:
-        for option in ("dtype", "tp"):
-            if getattr(args, option):
-                raise RunError(
-                    f"--{option} is for estimates; {args.calibration} holds measurements, remove one of them"
-                )
-        try:
-            calibration = Calibration.read(args.calibration)
-        except (FileNotFoundError, CalibrationError) as error:
-            raise RunError(f"--calibration {args.calibration}: {error}") from error
-    models = models_of(sizes, calibration, args.dtype, args.tp or 1)
+    calibration = read_calibration(args.calibration) if args.calibration else None
+    models = models_of(sizes, calibration, args.dtype, args.tp or 1, args.pp or 1)
     if calibration is not None:
         fingerprint = calibration.fingerprint
-        return models, f"measured on {fingerprint.get('device', '?')}, {fingerprint.get('dtype', '?')}"
-    if sizes is None:
-        return models, "give --model FOLDER (config.json is enough) or --calibration FILE for FLOP, seconds and bytes"
-    return models, "estimated from the model's shape: compare plans by it, don't expect these seconds"
+        basis = f"measured on {fingerprint.get('device', '?')}, {fingerprint.get('dtype', '?')}"
+    elif sizes is None:
+        basis = "give --model FOLDER (config.json is enough) or --calibration FILE for FLOP, seconds and bytes"
+    else:
+        basis = "estimated from the model's shape: compare plans by it, don't expect these seconds"
+    return calibration, models, basis
 
 
 # ---- text ----
@@ -154,15 +178,26 @@ def _text(report: _Report) -> str:
         f"  depth        {tree.longest_row:>12,}   mean row {tree.mean_row:,.0f} tokens",
         f"  segments     {tree.segments:>12,}   {tree.leaves:,} leaves",
         "",
-        f"plan {settings['kind']}, blocks of at most {settings['max_block_tokens']} tokens, budget {budget}; "
-        f"{len(report.ranks)} rank{'s' * (len(report.ranks) > 1)} by {report.partition}",
+        f"plan {settings['kind']}{_variant(settings)}, blocks of at most {settings['max_block_tokens']} tokens, "
+        f"budget {budget}; {len(report.ranks)} rank{'s' * (len(report.ranks) > 1)} by {report.partition}",
         *_table([("rank", *_HEAD), *((str(k), *_cells(rank)) for k, rank in enumerate(report.ranks))]),
     ]
     if len(report.ranks) > 1:
         lines.append(f"heaviest rank: {report.over_mean:.3f} x the mean, {report.over_bound:.3f} x the lower bound")
+    stages = max((rank.stage_peak_bytes or [] for rank in report.ranks), key=lambda peaks: max(peaks, default=0.0))
+    if len(stages) > 1:
+        lines.append(f"peak of {len(stages)} stages (hungriest rank): {', '.join(_bytes(peak) for peak in stages)}")
     if report.comparison:
         lines += ["", "plans compared (slowest and hungriest rank)", *_comparison(report.comparison)]
-    return "\n".join([*lines, "", f"time and peak: {report.basis}"])
+    return "\n".join([*lines, "", f"time and peak: {report.basis}", *report.notes])
+
+
+def _variant(settings: dict[str, Any]) -> str:
+    """Settings that are not the defaults."""
+    usual = dataclasses.asdict(PlanSettings())
+    names = ("order", "cut_tail", "leaf_merge")
+    changed = [f"{name}={settings[name]}" for name in names if settings[name] != usual[name]]
+    return f" ({', '.join(changed)})" if changed else ""
 
 
 _HEAD = ("rows", "row tokens", "tree tokens", "computed", "blocks", "tiles", "kept", "recomputed", "time", "peak")
@@ -176,16 +211,20 @@ def _cells(rank: RankPlan) -> tuple[str, ...]:
     return (*(f"{count:,}" for count in counts), _seconds(rank.seconds), _bytes(rank.peak_bytes))
 
 
-def _comparison(plans: dict[str, list[RankPlan]]) -> list[str]:
+def _comparison(plans: dict[str, list[RankPlan] | None]) -> list[str]:
     rows: list[tuple[str, ...]] = [("plan", "computed", "recomputed", "blocks", "tiles", "time", "peak", "planning")]
+    over: list[str] = []
     for kind, ranks in plans.items():
+        if ranks is None:
+            over.append(f"  {kind}: exceeds the budget")
+            continue
         counts = (
             sum(getattr(r, n) for r in ranks) for n in ("computed_tokens", "recomputed_tokens", "blocks", "tiles")
         )
         seconds, peak = (_largest([getattr(r, n) for r in ranks]) for n in ("seconds", "peak_bytes"))
         cells = (*(f"{count:,}" for count in counts), _seconds(seconds), _bytes(peak))
         rows.append((kind, *cells, _seconds(max(r.plan_s for r in ranks))))
-    return _table(rows)
+    return [*_table(rows), *over]
 
 
 def _largest(values: Sequence[float | None]) -> float | None:

@@ -18,17 +18,19 @@ from areal_dta.simulation.search import Candidate, Fits, fits_memory, search
 from areal_dta.simulation.settings import SimulationSettings
 from areal_dta.simulation.speeds import Speeds, TrainerSpeed
 from areal_dta.simulation.workload import Workload, read_traces
-from areal_dta.tree.calibration import Calibration, CalibrationError
 from areal_dta.tree.sizes import ModelSizes
 from launcher.rundir import RunDir, RunError
+from launcher.trace_plan import read_calibration
 
-__all__ = ["simulate_config", "simulation_settings"]
+__all__ = ["measure", "simulate_config", "simulation_settings"]
 
 DEFAULT_STEPS = 20
 WARMUP_STEPS = 2
 SHOWN = 12  # candidates of a search
-_OTHER_OPTIONS = ("ranks", "partition", "plan", "max_block_tokens", "activation_budget", "rows", "where", "dtype", "tp",
-                  "compare")  # fmt: skip
+_OTHER_OPTIONS = (
+    "ranks", "partition", "plan", "max_block_tokens", "activation_budget", "rows", "where", "dtype", "tp", "pp",
+    "order", "no_cut_tail", "no_leaf_merge", "compare",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _inputs(args: argparse.Namespace) -> _Inputs:
     assumed = Assumptions.parse(args.assume)
     settings = simulation_settings(config, args.steps or DEFAULT_STEPS)
     sizes = ModelSizes.from_folder(args.model) if args.model else None
-    measured = measure(args.from_run, assumed.values.get("machine.background")) if args.from_run else None
+    measured = measure(args.from_run) if args.from_run else None
     if measured is not None:
         settings = dataclasses.replace(settings, cores=measured.settings.cores)
     settings = assumed.settings(settings)
@@ -117,30 +119,27 @@ def _inputs(args: argparse.Namespace) -> _Inputs:
     return _Inputs(settings, speeds, workload, measured, fits)
 
 
-def measure(run_dir: Path, background: float | None = None) -> MeasuredRun:
+def measure(run_dir: Path) -> MeasuredRun:
     """Calibrate on a finished run. Raises RunError, SimulationError, WorkloadError."""
     run = RunDir(run_dir).require()
     config = load_run_config(run.path)
     settings = simulation_settings(config, _num_steps(run.path))
     settings = dataclasses.replace(settings, total_steps=settings.steps)
     flops = ModelSizes.from_folder(run.path / "model").flops()
-    return calibrate(run.path, settings, flops, config.embedded.max_batch, seed=config.seed, background=background)
+    return calibrate(run.path, settings, flops, config.embedded.max_batch, seed=config.seed)
 
 
 def _num_steps(run_dir: Path) -> int:
     traces = list((run_dir / "traces").glob("batch_*.npz"))
     if len(traces) < 3:
         raise RunError(
-            f"{run_dir} holds traces of {len(traces)} steps; a calibration needs 3: run it with batcher.dump_traces=true"
+            f"{run_dir} holds traces of {len(traces)} steps; a calibration needs 3: set batcher.dump_traces=true"
         )
     return len(traces)
 
 
 def _calibrated(path: Path, config: Config) -> TrainerSpeed:
-    try:
-        calibration = Calibration.read(path)
-    except (FileNotFoundError, CalibrationError) as error:
-        raise RunError(f"--calibration {path}: {error}") from error
+    calibration = read_calibration(path)
     return TrainerSpeed.of_time_model(
         calibration.time, config.dta.max_block_tokens, logprob_pass=config.actor.recompute_logprob
     )
@@ -194,6 +193,9 @@ def _text(report: SimulationReport, inputs: _Inputs) -> str:
         "",
         f"bounded by {r.bounding_stage}; speeds {inputs.speeds.basis}",
     ]
+    if s.cores is not None:
+        others = f" with {s.background:g} threads of other programs" if s.background else ""
+        lines.append(f"all processes share {s.cores:g} cores{others}: they had {r.core_share:.0%} of what they wanted")
     return "\n".join([*lines, *_notes(inputs)])
 
 
@@ -208,8 +210,6 @@ def _notes(inputs: _Inputs) -> list[str]:
     s, speeds = inputs.settings, inputs.speeds
     if (s.tp, s.pp, s.server_tp) != (speeds.tp, speeds.pp, speeds.server_tp):
         notes.append(_scaling_note(speeds))
-    if s.cores is not None:
-        notes.append(f"all processes share {s.cores:g} cores with {s.background:g} threads of other programs")
     return notes
 
 
@@ -241,7 +241,8 @@ def _search_text(gpus: int, found: Sequence[Candidate], inputs: _Inputs) -> str:
         idle = r.server_waits_trainer_share + r.server_waits_environment_share
         rows.append(
             (
-                str(s.trainer_gpus), str(s.dp), str(s.tp), str(s.pp), str(s.servers), str(s.server_tp), f"{c.rate:,.3f}",
+                str(s.trainer_gpus), str(s.dp), str(s.tp), str(s.pp), str(s.servers), str(s.server_tp),
+                f"{c.rate:,.3f}",
                 f"{r.step_s:,.2f} s", f"{r.trainer_waits_share:.0%}", f"{idle:.0%}", f"{r.staleness_mean:.2f}",
             )
         )  # fmt: skip

@@ -5,34 +5,50 @@ Legend: R rows of a rank, U trie tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from areal_dta.tree.calibration import Calibration
+from areal_dta.tree.calibration import Calibration, CalibrationError
 from areal_dta.tree.cost import TREE_TOKENS, CostModel
 from areal_dta.tree.memory import MemoryModel
 from areal_dta.tree.partition import partition
 from areal_dta.tree.plan import OpKind, PlanSettings, WalkPlan
 from areal_dta.tree.planner import plan_walk
 from areal_dta.tree.sizes import ModelSizes
+from areal_dta.tree.stage_memory import stage_peak, tasks_within_budget
+from areal_dta.tree.stage_time import pipeline_seconds
 from areal_dta.tree.tiles import block_tiles
 from areal_dta.tree.timing import TimeModel
 from areal_dta.tree.trie import SortedRows, Trie, build_trie, unshared_trie
+from launcher.rundir import RunError
 from launcher.trace_rows import TraceRows
 
-__all__ = ["Models", "RankPlan", "TreeFigures", "models_of", "plan_ranks", "tree_figures"]
+__all__ = [
+    "Models",
+    "RankPlan",
+    "TreeFigures",
+    "models_of",
+    "plan_ranks",
+    "read_calibration",
+    "tree_figures",
+]
 
 
 @dataclass(frozen=True)
 class Models:
-    """How work becomes FLOP, seconds and bytes; None where nothing is known about the model."""
+    """How work becomes FLOP, seconds and bytes; None where nothing is known about the model. Seconds and bytes are
+    those of one of ``num_stages`` pipeline stages.
+    """
 
     flops: CostModel | None
     time: TimeModel | None
     memory: MemoryModel | None
+    num_stages: int = 1
 
     @property
     def balance(self) -> CostModel:
@@ -41,14 +57,38 @@ class Models:
         return self.flops or (measured if measured and measured.per_token > 0 else TREE_TOKENS)
 
 
-def models_of(sizes: ModelSizes | None, calibration: Calibration | None, dtype: str | None, tp: int) -> Models:
-    """Measured models from the calibration, analytic ones from the sizes where there is none."""
+def read_calibration(path: Path) -> Calibration:
+    """What ``--calibration`` names. Raises RunError."""
+    try:
+        return Calibration.read(path)
+    except FileNotFoundError as error:
+        raise RunError(
+            f"--calibration {path} does not exist; a run with dta.calibrate=true writes RUN/calibration.json"
+        ) from error
+    except CalibrationError as error:
+        raise RunError(f"--calibration {error}") from error
+
+
+def models_of(
+    sizes: ModelSizes | None, calibration: Calibration | None, dtype: str | None, tp: int, pp: int = 1
+) -> Models:
+    """Measured models from the calibration, analytic ones from the sizes where there is none. Raises RunError for
+    parallel sizes that do not divide the model.
+    """
     flops = None if sizes is None else sizes.flops()
     if calibration is not None:
-        return Models(flops, calibration.time, calibration.memory)
+        return Models(flops, calibration.time, calibration.memory, calibration.num_stages)
     if sizes is None:
         return Models(None, None, None)
-    return Models(flops, TimeModel.of_shape(sizes, tp), sizes.memory(dtype or sizes.dtype, tp))
+    for option, count, size, what in (
+        ("--tp", tp, sizes.num_kv_heads, "key/value heads"),
+        ("--tp", tp, sizes.ffn_size, "feed-forward units"),
+        ("--pp", pp, sizes.num_layers, "layers"),
+    ):
+        if size % count:
+            raise RunError(f"{option} {count} does not divide the model's {size} {what}; give a divisor of {size}")
+    stage = dataclasses.replace(sizes, num_layers=sizes.num_layers // pp)
+    return Models(flops, TimeModel.of_shape(stage, tp), stage.memory(dtype or sizes.dtype, tp), pp)
 
 
 @dataclass(frozen=True)
@@ -94,8 +134,8 @@ def tree_figures(rows: TraceRows, order: SortedRows, flops: CostModel | None) ->
 @dataclass(frozen=True)
 class RankPlan:
     """One rank's share and its program. Counts are those of the backward walk; ``seconds`` is its predicted time,
-    ``peak_bytes`` its predicted peak (walk only: no weights, gradients or optimizer state), ``plan_s`` what planning
-    took here.
+    ``peak_bytes`` its predicted peak (walk only: no weights, gradients or optimizer state) on the hungriest of its
+    pipeline stages (``stage_peak_bytes``), ``largest_block`` tokens of one, ``plan_s`` what planning took here.
     """
 
     rows: int
@@ -103,6 +143,7 @@ class RankPlan:
     tree_tokens: int
     cost: float
     blocks: int
+    largest_block: int
     tiles: int
     computed_tokens: int
     kept_tokens: int
@@ -110,6 +151,7 @@ class RankPlan:
     stack_rows: int
     seconds: float | None
     peak_bytes: float | None
+    stage_peak_bytes: list[float] | None
     plan_s: float
 
 
@@ -135,21 +177,37 @@ def _rank(rows: TraceRows, order: SortedRows, members: np.ndarray, settings: Pla
     plan = plan_walk(trie, settings, models.memory, need_U)
     plan_s = time.perf_counter() - began
     subset = order.subset(members)
+    seconds, peaks = _costs(plan, settings, models, need_U)
     return RankPlan(
         rows=mine.num_rows,
         row_tokens=subset.row_tokens,
         tree_tokens=subset.tree_tokens,
         cost=models.balance.tree(subset),
         blocks=len(plan.blocks),
+        largest_block=max((block.num_tokens for block in plan.blocks), default=0),
         tiles=sum(len(block_tiles(block)) for block in plan.blocks),
         computed_tokens=plan.num_tokens,
         kept_tokens=_kept_tokens(plan),
         recomputed_tokens=plan.recomputed_tokens,
         stack_rows=plan.stack_rows,
-        seconds=None if models.time is None else models.time.seconds(plan, need_U),
-        peak_bytes=None if models.memory is None else models.memory.peak(plan),
+        seconds=seconds,
+        peak_bytes=None if peaks is None else max(peaks),
+        stage_peak_bytes=peaks,
         plan_s=plan_s,
     )
+
+
+def _costs(
+    plan: WalkPlan, settings: PlanSettings, models: Models, need_U: np.ndarray | None
+) -> tuple[float | None, list[float] | None]:
+    """Seconds until the last stage is done, and each stage's peak, with the lists that the engine would run."""
+    if models.time is None or models.memory is None:
+        return None, None
+    if models.num_stages == 1:
+        return models.time.seconds(plan, need_U), [models.memory.peak(plan)]
+    stages = tasks_within_budget(plan, models.num_stages, models.memory, settings)
+    peaks = [stage_peak(models.memory, plan, tasks) for tasks in stages]
+    return pipeline_seconds(models.time, plan, stages, need_U), peaks
 
 
 def needed_tokens(rows: TraceRows, trie: Trie) -> np.ndarray | None:

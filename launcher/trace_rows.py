@@ -6,19 +6,23 @@ Legend: E episodes of the trace, S rows, T tokens of all rows laid end to end.
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
 from launcher.rundir import RunError
 
-__all__ = ["RowKind", "TraceRows", "read_rows"]
+__all__ = ["RowKind", "TraceRows", "read_arrays", "read_rows"]
 
 RowKind = Literal["auto", "episodes", "turns"]
 _TURNS = ("turn_traj", "turn_start", "turn_end")
+_MAX_ID = (1 << 31) - 1
+_UNREADABLE = (OSError, ValueError, EOFError, MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,7 @@ def read_rows(path: Path, kind: RowKind = "auto", where: Sequence[str] = ()) -> 
     they are. ``auto``: turns where the file has them. ``where`` keeps episodes whose fields have given values
     (``field=value``). Raises RunError.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            trace = {name: file[name] for name in file.files if name not in ("logprobs", "versions")}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise RunError(f"{path} is not a readable npz file: {error}") from error
+    trace = read_arrays(path)
     keep_E = _selected(path, _checked(path, trace), where)
     has_turns = all(name in trace for name in _TURNS)
     if kind == "turns" and not has_turns:
@@ -63,6 +63,12 @@ def read_rows(path: Path, kind: RowKind = "auto", where: Sequence[str] = ()) -> 
     if kind == "episodes" or not has_turns:
         whole = TraceRows(ids, offsets, None, int(keep_E.sum()))
         return whole if keep_E.all() else whole.take(np.flatnonzero(keep_E))
+    for name in _TURNS:
+        if trace[name].ndim != 1 or trace[name].dtype.kind not in "iu":
+            raise RunError(
+                f"{path}: {name} must be a flat integer array, it is {trace[name].dtype} of shape {trace[name].shape}; "
+                "write the trace anew, or use --rows episodes"
+            )
     episode_S, start_S, end_S = (trace[name].astype(np.int64) for name in _TURNS)
     lens_E = np.diff(offsets)
     if len(episode_S) and not (
@@ -79,6 +85,34 @@ def read_rows(path: Path, kind: RowKind = "auto", where: Sequence[str] = ()) -> 
     index_T, offsets_S1 = _spans(offsets[episode_S[used_S]], lens_S)
     within_T = np.arange(len(index_T)) - np.repeat(offsets_S1[:-1], lens_S)
     return TraceRows(ids[index_T], offsets_S1, within_T >= np.repeat(start_S[used_S], lens_S), int(keep_E.sum()))
+
+
+def read_arrays(path: Path, skip: Sequence[str] = ("logprobs", "versions")) -> dict[str, np.ndarray]:
+    """The arrays of an npz file but those to skip; members that are no arrays are left out. Raises RunError."""
+    if not path.is_file():
+        raise RunError(f"{path} is no file; give an npz file of plain arrays")
+    try:
+        file = np.load(path, allow_pickle=False)
+    except _UNREADABLE as error:
+        pickled = isinstance(error, ValueError) and not zipfile.is_zipfile(path)  # numpy then takes it for a pickle
+        why = "its format is another" if pickled else str(error) or type(error).__name__
+        raise RunError(f"{path} is not a readable npz file: {why}; write one with numpy.savez") from error
+    if not isinstance(file, NpzFile):
+        raise RunError(f"{path} is not a readable npz file: it is one array (.npy); write one with numpy.savez")
+    arrays: dict[str, np.ndarray] = {}
+    with file:
+        for name in file.files:
+            if name in skip:
+                continue
+            try:
+                array = file[name]
+            except _UNREADABLE as error:
+                has_objects = "allow_pickle" in str(error)
+                why = "it holds Python objects" if has_objects else str(error) or type(error).__name__
+                raise RunError(f"{path}: array {name!r} cannot be read: {why}; write it as plain numbers") from error
+            if isinstance(array, np.ndarray):
+                arrays[name] = array
+    return arrays
 
 
 def _spans(start_S: np.ndarray, lens_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,17 +132,20 @@ def _checked(path: Path, trace: Mapping[str, np.ndarray]) -> Mapping[str, np.nda
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets.astype(np.int64)) <= 0).any():
         raise RunError(f"{path}: offsets must rise from 0 to {len(ids)}, got {offsets[:4].tolist()} ...")
     if len(ids) and int(ids.min()) < 0:
-        raise RunError(f"{path}: negative token id {int(ids.min())}")
+        raise RunError(f"{path}: negative token id {int(ids.min())}; write the trace anew")
+    if len(ids) and int(ids.max()) > _MAX_ID:
+        raise RunError(f"{path}: token id {int(ids.max())} is above {_MAX_ID}; write the trace anew")
     return trace
 
 
 def _selected(path: Path, trace: Mapping[str, np.ndarray], where: Sequence[str]) -> np.ndarray:
     keep_E = np.ones(len(trace["offsets"]) - 1, bool)
     for condition in where:
-        name, _, value = condition.partition("=")
-        if name not in trace or len(trace[name]) != len(keep_E):
-            fields = sorted(k for k, v in trace.items() if len(v) == len(keep_E))
-            raise RunError(f"--where {condition}: {path} has no episode field {name!r}; it has {', '.join(fields)}")
+        name, equals, value = condition.partition("=")
+        fields = sorted(field for field, array in trace.items() if array.shape[:1] == keep_E.shape)
+        if not equals or name not in fields:
+            what = f"{path} has no episode field {name!r}; it has" if equals else "give field=value; the fields are"
+            raise RunError(f"--where {condition}: {what} {', '.join(fields) or 'none'}")
         keep_E &= np.asarray([str(v) == value for v in trace[name].tolist()])
     if not keep_E.any():
         raise RunError(f"{path}: no episode has {' and '.join(where)}")

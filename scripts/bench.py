@@ -18,8 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {
+    "batcher": ("scripts.benchlib.batcher", "trajectories per second into the batcher, log on disk included"),
     "partition": ("scripts.benchlib.partition", "cuts of a batch over ranks: balance, duplicates, seconds"),
     "pipeline": ("scripts.benchlib.pipeline", "idle time and memory of pipeline stages on a plan, simulated"),
+    "simulate": ("scripts.benchlib.simulation", "simulated step time and staleness against real runs"),
+    "rollout": ("scripts.benchlib.rollout", "the embedded server's engine against static batches of transformers"),
     "tree": ("scripts.benchlib.tree", "training step of the tree engine against dense rows"),
 }
 _QUIET = {

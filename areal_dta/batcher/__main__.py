@@ -64,6 +64,9 @@ def settings_from_config(
         group_timeout_s=config.group_timeout_s,
         max_attempts=config.batcher.max_attempts,
         intake_limit=config.batcher.intake_limit,
+        min_group_size=config.batcher.min_group_size,
+        filter_equal_rewards=config.batcher.filter_equal_rewards,
+        stale_reissues=config.batcher.stale_reissues,
         rewards=rewards,
     ).check()
 
@@ -131,6 +134,7 @@ async def serve(run_dir: Path, config: Config, plan: LaunchPlan) -> None:
             trace_dir=trace_dir,
             domain=config.econfig.domain,
             report_interval_s=config.telemetry.interval_s,
+            spool_bytes=config.batcher.spool_bytes,
         ),
         publisher,
     )

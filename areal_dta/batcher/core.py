@@ -2,22 +2,24 @@
 wall clock.
 
 Every change of state is an `Event`, applied at once and handed out by `take_events` for the log; the caller answers a
-request only when the events up to it are durable. `replay` feeds a log back in.
+request only when the events up to it are durable. `replay` feeds a log back in. A batch is put together outside: `ask`
+gives the `Assembly`, a frozen record, and `fix` takes its result; everything else goes on meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from areal_dta.batcher import snapshot
 from areal_dta.batcher.desk import LeaseDesk
-from areal_dta.batcher.dispatch import Batch, assemble
-from areal_dta.batcher.leases import Episode, Group, GroupState
+from areal_dta.batcher.dispatch import Assembly, Batch
+from areal_dta.batcher.leases import Episode, Group, GroupState, Place, attempt_of
 from areal_dta.batcher.ledger import Event, Key, Ledger
 from areal_dta.batcher.settings import BatcherSettings
-from areal_dta.batcher.staleness import choose
+from areal_dta.batcher.staleness import Choice, choose
 from areal_dta.records import RecordError, Shard, Trajectory, is_finite_number, pack
 
 __all__ = ["KEPT_BATCHES", "BatcherCore", "Refusal", "Verdict", "Waiting"]
@@ -65,15 +67,21 @@ class BatcherCore:
         self.desk = LeaseDesk(self.ledger, items, eval_items, self._emit, clock)
         self._num_eval_items, self._clock = len(eval_items), clock
         self._events: list[Event] = []
+        self._assemblies: dict[int, Assembly] = {}  # asked for, not fixed yet
         self._batches: dict[int, Batch] = {}
         self._new_batches: list[Batch] = []
+        self._chosen: tuple[int, Choice] | None = None  # at which revision of the ledger, what
+        self._swept = (-1, -1)  # revision and step of the last search for stale episodes
         self.refused: Counter[str] = Counter()  # answered without an event: duplicate, late, busy, ...
 
     # -- events
 
-    def replay(self, event: Event) -> None:
-        """Apply an event of the log."""
-        self.ledger.apply(event, self._clock())
+    def replay(self, event: Event, place: Place | None = None) -> None:
+        """Apply an event of the log, which holds its arrays at `place`."""
+        if event.kind == "snapshot":
+            snapshot.load(self.ledger, event.body, self._clock())
+        else:
+            self.ledger.apply(event, self._clock(), place)
 
     def begin(self, epoch: int, resume_step: int | None) -> None:
         """Start serving launch `epoch`, after the whole log was replayed: a new launch returns the batches after its
@@ -84,8 +92,8 @@ class BatcherCore:
         if self.ledger.epoch != epoch:
             body = {"epoch": epoch, "resume_step": resume_step, "fingerprint": self.ledger.fingerprint()}
             self._emit("epoch", body)
-        for step in [s for s in self.ledger.batches if s < self.ledger.next_step - KEPT_BATCHES]:
-            self._release(step)
+        self.ledger.became_ready.extend(g.group_id for g in self.ledger.of_state(GroupState.READY))
+        self._filter_equal()
 
     def take_events(self) -> list[Event]:
         """Events since the last call, in order; log them before answering."""
@@ -96,13 +104,8 @@ class BatcherCore:
     def has_events(self) -> bool:
         return bool(self._events)
 
-    @property
-    def num_ready(self) -> int:
-        """Complete groups that wait for a batch."""
-        return sum(1 for _ in self.ledger.of_state(GroupState.READY))
-
     def take_batches(self) -> list[Batch]:
-        """Batches assembled since the last call, for metrics and traces (re-assembled ones are not among them)."""
+        """Batches fixed since the last call, for metrics (re-assembled ones are not among them)."""
         batches, self._new_batches = self._new_batches, []
         return batches
 
@@ -110,6 +113,18 @@ class BatcherCore:
         event = Event(kind, body, arrays or {})
         self.ledger.apply(event, self._clock())
         self._events.append(event)
+        if kind in ("traj", "fail", "close"):
+            self._filter_equal()
+
+    def _filter_equal(self) -> None:
+        """Drop complete groups whose episodes all have one reward: without a difference there is nothing to learn."""
+        ready = self.ledger.became_ready
+        while ready:
+            group = self.ledger.groups.get(ready.popleft())
+            if not self.settings.filter_equal_rewards or group is None or group.state is not GroupState.READY:
+                continue
+            if len({e.reward for e in group.episodes}) == 1:
+                self._emit("drop", {"episodes": [e.key for e in group.episodes], "cause": "equal_rewards"})
 
     # -- intake
 
@@ -117,22 +132,25 @@ class BatcherCore:
         """Take one finished episode. It is accepted once per (group, sample), whichever of its leases comes first."""
         if traj.eval_tag is not None:
             return self._eval_trajectory(traj)
-        group = self.ledger.groups.get(traj.group_id)
-        verdict = self._screen(traj, group)
+        verdict = self._screen(traj, self.ledger.groups.get(traj.group_id))
         if verdict is not None:
             self.refused[verdict.cause or verdict.status] += 1
             return verdict
         try:
             traj.validate()
         except RecordError as error:
-            self.desk.fail_terms(lambda term: term.lease_id == traj.lease_id, error.cause)
+            self.desk.fail_terms(lambda term: term.lease_id == traj.lease_id, error.cause, traj.num_tokens)
             return Verdict("rejected", error.cause)
         plain, arrays = pack(traj)
         self._emit("traj", plain, arrays)
         return Verdict("accepted")
 
     def _screen(self, traj: Trajectory, group: Group | None) -> Verdict | None:
-        if (traj.group_id, traj.sample) in self.ledger.acknowledged:
+        if group is not None and 0 <= traj.sample < len(group.samples):
+            attempt = attempt_of(traj.lease_id)
+            if attempt is not None and attempt < group.first_attempt:  # of the group that was dropped
+                return Verdict("rejected", "late")
+        if self.ledger.accounts.knows(traj.group_id, traj.sample):
             return Verdict("duplicate")
         if group is None:
             return Verdict("rejected", "late" if traj.group_id < self.ledger.position else "unknown_group")
@@ -140,7 +158,7 @@ class BatcherCore:
             return Verdict("rejected", "malformed")
         if group.samples[traj.sample].failed:
             return Verdict("rejected", "late")
-        if len(self.ledger.pooled()) >= self.settings.intake_limit and self.ready(self.ledger.next_step):
+        if self.ledger.counts.pooled >= self.settings.intake_limit and self.ready(self.ledger.next_step):
             return Verdict("busy")
         return None
 
@@ -160,103 +178,124 @@ class BatcherCore:
 
     # -- consumption
 
-    def shard(self, rank: int, world_size: int, step: int) -> Shard | Waiting:
-        """The shard of one rank; the first rank that asks for the next step fixes its batch."""
+    def ask(self, rank: int, world_size: int, step: int) -> Shard | Assembly | Waiting:
+        """The shard of one rank, or what must be put together first (`fix` takes it), or why there is nothing yet."""
         if world_size != self.settings.num_ranks or not 0 <= rank < world_size:
             raise Refusal(
                 "rank", f"rank {rank} of {world_size} asked, the run has {self.settings.num_ranks} data-parallel ranks"
             )
         if step > self.ledger.next_step:
             raise Refusal("step", f"step {step} asked, but the next step is {self.ledger.next_step}")
-        if step < self.ledger.next_step:
-            return self.batch(step).shards[rank]
-        self._drop_stale(step)
-        groups = self._choose()
-        if isinstance(groups, str):
-            return self._waiting(groups)
-        self._fix(step, groups)
+        if step in self._batches:
+            return self._batches[step].shards[rank]
+        if step not in self._assemblies:
+            if step < self.ledger.next_step:
+                self._assemblies[step] = self.rebuild(step)
+            else:
+                self._drop_stale(step)
+                choice = self._choose()
+                if not choice.groups:
+                    return self._waiting(choice.why)
+                self._assemblies[step] = self._assembly(step, [g.episodes for g in choice.groups])
+        return self._assemblies[step]
+
+    def shard(self, rank: int, world_size: int, step: int) -> Shard | Waiting:
+        """As `ask`, with the batch put together here and now."""
+        answer = self.ask(rank, world_size, step)
+        if not isinstance(answer, Assembly):
+            return answer
+        self.fix(answer.run())
         return self._batches[step].shards[rank]
 
-    def _fix(self, step: int, groups: Sequence[Sequence[Episode]]) -> None:
-        """Make these groups the batch of the next step, and let old ones go from memory."""
-        batch = self._assemble(step, groups)
-        body = {
-            "step": step,
-            "episodes": [e.key for group in groups for e in group],
-            "staleness_max": batch.stats.staleness_max,
-            "num_mixed": round(batch.stats.mixed_version_share * batch.stats.episodes),
-        }
-        self._emit("batch", body)
+    def fix(self, batch: Batch) -> None:
+        """What an `Assembly` gave: for the next step this makes it the batch; old ones are let go."""
+        step = batch.stats.step
+        self._assemblies.pop(step, None)
+        if step == self.ledger.next_step:
+            body = {
+                "step": step,
+                "episodes": batch.keys,
+                "staleness_max": batch.stats.staleness_max,
+                "num_mixed": round(batch.stats.mixed_version_share * batch.stats.episodes),
+            }
+            self._emit("batch", body)
+            self._new_batches.append(batch)
         self._batches[step] = batch
-        self._new_batches.append(batch)
-        for old in [s for s in self._batches if s <= step - KEPT_BATCHES]:
+        for old in [s for s in self._batches if s < self.ledger.next_step - KEPT_BATCHES]:
             del self._batches[old]
-        self._release(step - KEPT_BATCHES)
 
-    def batch(self, step: int) -> Batch:
-        """A batch already fixed, put together again after a restart; raises Refusal when its arrays are gone."""
-        if step not in self._batches:
-            self._batches[step] = self._assemble(step, self._regroup(step))
-        return self._batches[step]
+    def give_up(self, assembly: Assembly) -> None:
+        """It could not be put together; the next `ask` starts anew."""
+        self._assemblies.pop(assembly.step, None)
+
+    def rebuild(self, step: int) -> Assembly:
+        """The batch of a step that was fixed before; raises Refusal when its arrays are gone."""
+        groups: dict[int, list[Episode]] = {}
+        if step >= self.ledger.next_step - KEPT_BATCHES:
+            for group_id, index in self.ledger.batches.get(step, ()):
+                episode = self.ledger.groups[group_id].samples[index].episode
+                if episode is not None:
+                    groups.setdefault(group_id, []).append(episode)
+        if not groups:
+            raise Refusal("step", f"step {step} is no longer kept, the next step is {self.ledger.next_step}")
+        return self._assembly(step, list(groups.values()))
+
+    def located(self, assembly: Assembly) -> Assembly:
+        """With the arrays where they lie now: the log may have been rewritten since."""
+        held = self.ledger.held()
+        return replace(assembly, groups=tuple(tuple(held.get(e.key, e) for e in g) for g in assembly.groups))
+
+    def _assembly(self, step: int, groups: Sequence[Sequence[Episode]]) -> Assembly:
+        return Assembly(step, self.ledger.epoch, tuple(tuple(g) for g in groups), self.settings)
 
     def ready(self, step: int) -> bool:
         """Whether the batch of `step` can be put together now (it may still turn out stale)."""
-        return step == self.ledger.next_step and not isinstance(self._choose(), str)
+        return step == self.ledger.next_step and (step in self._assemblies or bool(self._choose().groups))
 
-    def _choose(self) -> list[list[Episode]] | str:
+    def _choose(self) -> Choice:
         s, ledger = self.settings, self.ledger
-        choice = choose(
-            ledger.groups.values(),
-            ledger.next_step,
-            eta=s.eta,
-            batch_groups=s.batch_groups,
-            version=ledger.version,
-            policy=s.staleness_policy,
-        )
-        return [g.episodes for g in choice.groups] if choice.groups else choice.why
+        if self._chosen is None or self._chosen[0] != ledger.revision:
+            choice = choose(
+                ledger.groups.values(),
+                ledger.next_step,
+                eta=s.eta,
+                batch_groups=s.batch_groups,
+                version=ledger.version,
+                policy=s.staleness_policy,
+            )
+            self._chosen = (ledger.revision, choice)
+        return self._chosen[1]
 
     def _waiting(self, why: str) -> Waiting:
-        if self.ledger.failed_in_a_row >= self.settings.max_failed_groups:
-            causes = ", ".join(f"{cause} {n}" for cause, n in self.ledger.rejected.most_common(4))
+        ledger, s = self.ledger, self.settings
+        causes = ", ".join(f"{cause} {n}" for cause, n in ledger.accounts.rejected.most_common(4))
+        if ledger.failed_in_a_row >= s.max_failed_groups:
             example = f"; the last one said: {self.desk.last_detail}" if self.desk.last_detail else ""
+            text = f"the last {ledger.failed_in_a_row} groups gave no usable episodes ({causes}){example}"
+            raise Refusal("no_progress", text)
+        if ledger.equal_in_a_row >= s.max_equal_groups:
             raise Refusal(
                 "no_progress",
-                f"the last {self.ledger.failed_in_a_row} groups gave no usable episodes ({causes}){example}",
+                f"{ledger.equal_in_a_row} groups in a row had no two different rewards and were filtered out; "
+                "change the data or the reward, or switch the filter off",
             )
-        return Waiting(
-            self.num_ready, self.settings.batch_groups, f"{why}; {self.desk.in_flight()} episodes are running"
-        )
+        return Waiting(ledger.counts.ready, s.batch_groups, f"{why}; {self.desk.in_flight()} episodes are running")
 
     def _drop_stale(self, step: int) -> None:
-        if self.settings.staleness_policy not in ("wait", "drop"):
+        """Under `wait` and `drop`; prompts of groups that end by this are leased again, a bounded number of times."""
+        s = self.settings
+        if s.staleness_policy not in ("wait", "drop") or self._swept == (self.ledger.revision, step):
             return
-        ready = self.ledger.of_state(GroupState.READY)
-        stale = [e.key for g in ready for e in g.episodes if step - e.version_min > self.settings.eta]
+        stale: list[Key] = []
+        again = []
+        for group in self.ledger.of_state(GroupState.READY):
+            keys = [e.key for e in group.episodes if step - e.version_min > s.eta]
+            if keys and len(group.episodes) - len(keys) < s.min_group and group.reissues < s.stale_reissues:
+                again.append(group.group_id)
+            stale += keys
         if stale:
-            self._emit("drop", {"episodes": stale, "cause": "stale"})
-
-    def _assemble(self, step: int, groups: Sequence[Sequence[Episode]]) -> Batch:
-        return assemble(groups, step, self.ledger.epoch, self.settings)
-
-    def _regroup(self, step: int) -> list[list[Episode]]:
-        groups: dict[int, list[Episode]] = {}
-        for group_id, index in self.ledger.batches.get(step, ()):
-            group = self.ledger.groups.get(group_id)
-            episode = group.samples[index].episode if group else None
-            if episode is None or episode.trajectory is None:
-                raise Refusal("step", f"step {step} is no longer kept, the next step is {self.ledger.next_step}")
-            groups.setdefault(group_id, []).append(episode)
-        if not groups:
-            raise Refusal("step", f"step {step} is not known here, the next step is {self.ledger.next_step}")
-        return list(groups.values())
-
-    def _release(self, step: int) -> None:
-        """Let the arrays of a step go from memory; the log keeps them until a checkpoint covers the step."""
-        for group_id in {g for g, _ in self.ledger.batches.get(step, ())}:
-            group = self.ledger.groups.get(group_id)
-            for sample in group.samples if group else ():
-                if sample.episode is not None:
-                    sample.episode = sample.episode.without_arrays()
+            self._emit("drop", {"episodes": stale, "cause": "stale", "again": again})
+        self._swept = (self.ledger.revision, step)
 
     # -- the rest
 
@@ -298,29 +337,32 @@ class BatcherCore:
 
     def status(self) -> dict[str, Any]:
         """Counters. ``lost`` is what was acknowledged and is neither trained, dropped with a cause, nor pooled."""
-        ledger, trained, pooled = self.ledger, self.ledger.trained(), self.ledger.pooled()
-        accounted: set[Key] = set(trained) | set(ledger.dropped) | pooled
+        ledger, accounts, counts = self.ledger, self.ledger.accounts, self.ledger.counts
+        trained, dropped = accounts.trained, dict(accounts.dropped)
+        tallies = accounts.tallies.values()
         return {
-            "acknowledged": len(ledger.acknowledged),
-            "trained": len(trained),
-            "pooled": len(pooled),
-            "lost": len(ledger.acknowledged - accounted),
-            "duplicated": sum(trained.values()) - len(trained),
-            "dropped": dict(Counter(ledger.dropped.values())),
-            "dropped_tokens": dict(ledger.dropped_tokens),
-            "rejected": dict(ledger.rejected),
+            "acknowledged": accounts.acknowledged,
+            "trained": trained - accounts.duplicated,
+            "pooled": counts.pooled,
+            "lost": accounts.acknowledged - (trained - accounts.duplicated) - counts.pooled - sum(dropped.values()),
+            "duplicated": accounts.duplicated,
+            "dropped": dropped,
+            "dropped_tokens": dict(accounts.dropped_tokens),
+            "rejected": dict(accounts.rejected),
+            "lengths": {c: {str(n): k for n, k in sorted(by.items())} for c, by in accounts.lengths.items()},
             "refused": dict(self.refused),
+            "reissued": accounts.reissued,
             "in_flight": self.desk.in_flight(),
-            "open_groups": sum(1 for _ in ledger.of_state(GroupState.OPEN)),
-            "ready_groups": self.num_ready,
+            "open_groups": counts.open,
+            "ready_groups": counts.ready,
             "epoch": ledger.epoch,
             "version": ledger.version,
             "step": ledger.next_step,
             "committed_step": ledger.committed_step,
             "position": ledger.position,
             "data_epoch": ledger.position // self.settings.num_items,
-            "max_staleness": max((t.staleness_max for t in ledger.tallies.values()), default=0),
-            "mixed_version_share": sum(t.num_mixed for t in ledger.tallies.values()) / max(1, sum(trained.values())),
+            "max_staleness": max((t.staleness_max for t in tallies), default=0),
+            "mixed_version_share": sum(t.num_mixed for t in tallies) / max(1, trained),
             "eval_failures": dict(self.desk.eval_failures),
             "draining": ledger.finished,
         }

@@ -48,25 +48,47 @@ class LeaseDesk:
 
     def in_flight(self) -> int:
         evals = sum(t.lease_id is not None for r in self.ledger.evals.values() for t in r.tasks)
-        return evals + sum(1 for _ in self.ledger.leased())
+        return evals + self.ledger.counts.leased
 
-    def lease(self, worker: str, capacity: int) -> list[Lease]:
-        """Up to `capacity` leases: evaluation first, then samples to be tried again, then new groups as admission
-        allows.
+    def answered(self, worker: str, request: str) -> list[Lease] | None:
+        """What this request was granted before (its reply was lost), without what has ended since; None if nothing."""
+        granted = self.ledger.requests.get(worker)
+        leases, known = [], granted is not None and granted.request == request
+        for group_id, index in granted.keys if known and granted else ():
+            group = self.ledger.groups.get(group_id)
+            term = group.samples[index].term if group else None
+            if group is not None and term is not None and (term.worker, term.pid) == (worker, self._pid(worker)):
+                leases.append(self._lease(group_id, index, group.samples[index].attempt, term.version))
+        for round_ in self.ledger.evals.values():
+            for task in round_.tasks:
+                if task.lease_id is not None and (task.worker, task.request) == (worker, request):
+                    leases.append(self._eval_lease(round_, task))
+        return leases if known or leases else None
+
+    def _pid(self, worker: str) -> int:
+        return self._pids.get(worker, 0)
+
+    def lease(self, worker: str, capacity: int, request: str = "") -> list[Lease]:
+        """Up to `capacity` leases: evaluation first, then samples to be tried again, then prompts to be tried again and
+        new groups as admission allows. `request` names the request; the same one again gets the same leases.
         """
+        if request and (before := self.answered(worker, request)) is not None:
+            return before
         if self.settings.max_concurrent is not None:
             capacity = min(capacity, self.settings.max_concurrent - self.in_flight())
         if self.ledger.finished or capacity <= 0:
             return []
-        leases = self._lease_evals(worker, capacity)
-        for group in sorted(self.ledger.of_state(GroupState.OPEN), key=lambda g: g.group_id):
-            for index, sample in enumerate(group.samples):
-                if sample.free and len(leases) < capacity:
-                    leases.append(self._grant(worker, group.group_id, index, sample.attempt))
-        for _ in range(self._admissible()):
-            group_id = self.ledger.position
+        leases = self._lease_evals(worker, capacity, request)
+        if self.ledger.counts.free:
+            for group in sorted(self.ledger.of_state(GroupState.OPEN), key=lambda g: g.group_id):
+                for index, sample in enumerate(group.samples):
+                    if sample.free and len(leases) < capacity:
+                        leases.append(self._grant(worker, group.group_id, index, sample.attempt, request))
+        for _ in range(self._admissible() if len(leases) < capacity else 0):
+            group_id = min(self.ledger.requeued, default=self.ledger.position)
+            again = self.ledger.requeued.get(group_id)
             for index in range(min(self.settings.group_size, capacity - len(leases))):
-                leases.append(self._grant(worker, group_id, index, 0))
+                leases.append(self._grant(worker, group_id, index, again.first_attempt if again else 0, request))
             if len(leases) >= capacity:
                 break
         return leases
@@ -83,11 +105,14 @@ class LeaseDesk:
             total_steps=s.total_steps,
         )
 
-    def _grant(self, worker: str, group_id: int, sample: int, attempt: int) -> Lease:
-        version, epoch = self.ledger.version, self.ledger.epoch
-        pid = self._pids.get(worker, 0)
+    def _grant(self, worker: str, group_id: int, sample: int, attempt: int, request: str) -> Lease:
+        version = self.ledger.version
         body = {"group_id": group_id, "sample": sample, "attempt": attempt, "version": version}
-        self._emit("grant", {**body, "worker": worker, "pid": pid})
+        self._emit("grant", {**body, "worker": worker, "pid": self._pid(worker), "request": request})
+        return self._lease(group_id, sample, attempt, version)
+
+    def _lease(self, group_id: int, sample: int, attempt: int, version: int) -> Lease:
+        epoch = self.ledger.epoch
         return Lease(
             lease_id=lease_id(epoch, group_id, sample, attempt),
             group_id=group_id,
@@ -99,12 +124,12 @@ class LeaseDesk:
             seed=lease_seed(self.settings.seed, group_id, sample),
         )
 
-    def _lease_evals(self, worker: str, capacity: int) -> list[Lease]:
+    def _lease_evals(self, worker: str, capacity: int, request: str) -> list[Lease]:
         leases: list[Lease] = []
         for round_ in self.ledger.evals.values():
             for task in round_.tasks:
                 if task.free and len(leases) < capacity:
-                    task.lease_id, task.worker = round_.lease_id(task), worker
+                    task.lease_id, task.worker, task.request = round_.lease_id(task), worker, request
                     task.expires_s = self._clock() + self.settings.lease_timeout_s
                     leases.append(self._eval_lease(round_, task))
         return leases
@@ -138,11 +163,11 @@ class LeaseDesk:
                     known.add(task.lease_id)
         return [i for i in lease_ids if i not in known]
 
-    def reject(self, given_lease: str, cause: str, detail: str = "") -> None:
+    def reject(self, given_lease: str, cause: str, detail: str = "", num_tokens: int | None = None) -> None:
         """The worker gives an episode up; a lease that is no longer valid changes nothing. `detail` is for people."""
         if detail:
             self.last_detail = f"{cause}: {detail}"
-        self.fail_terms(lambda term: term.lease_id == given_lease, cause)
+        self.fail_terms(lambda term: term.lease_id == given_lease, cause, num_tokens)
         self._fail_evals(lambda task: task.lease_id == given_lease, cause)
 
     def tick(self) -> None:
@@ -154,11 +179,12 @@ class LeaseDesk:
             if now_s - group.opened_s >= self.settings.group_timeout_s:
                 self._emit("close", {"group_id": group.group_id, "cause": "group_timeout"})
 
-    def fail_terms(self, matches: Callable[[LeaseTerm], bool], cause: str) -> None:
-        """End the training leases that match without an episode, counted by cause."""
+    def fail_terms(self, matches: Callable[[LeaseTerm], bool], cause: str, num_tokens: int | None = None) -> None:
+        """End the training leases that match without an episode, counted by cause and by length if it is known."""
         hits = [(g.group_id, i, s.attempt) for g, i, s in self.ledger.leased() if s.term and matches(s.term)]
         for group_id, sample, attempt in hits:
-            self._emit("fail", {"group_id": group_id, "sample": sample, "attempt": attempt, "cause": cause})
+            body = {"group_id": group_id, "sample": sample, "attempt": attempt, "cause": cause}
+            self._emit("fail", body if num_tokens is None else {**body, "num_tokens": num_tokens})
 
     def _fail_evals(self, matches: Callable[[EvalTask], bool], cause: str) -> None:
         for round_ in self.ledger.evals.values():

@@ -6,13 +6,13 @@ Legend: S training rows of the batch, T tokens of all rows, R rows by sorted pos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from areal_dta.batcher.leases import Episode, launch_of
+from areal_dta.batcher.leases import Episode, Place, launch_of
 from areal_dta.batcher.rewards import episode_moments, shape, standardise
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.batcher.staleness import fresh_mask
@@ -20,7 +20,7 @@ from areal_dta.records import Shard, Trajectory
 from areal_dta.tree.minibatch import cut_minibatches, deal_groups
 from areal_dta.tree.trie import sort_rows
 
-__all__ = ["Batch", "BatchStats", "assemble"]
+__all__ = ["Assembly", "Batch", "BatchStats", "assemble"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BatchStats:
 class Batch:
     shards: tuple[Shard, ...]
     stats: BatchStats
-    trajectories: tuple[Trajectory, ...]
+    keys: tuple[tuple[int, int], ...]  # (group, sample) of its episodes
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,42 @@ class _Rows:
     minibatch_S: np.ndarray
 
 
-def assemble(groups: Sequence[Sequence[Episode]], step: int, epoch: int, settings: BatcherSettings) -> Batch:
-    """Build the shards of one step from its groups' episodes (arrays present).
+@dataclass(frozen=True)
+class Assembly:
+    """All that is needed to put a batch together, frozen, so that it can be done elsewhere while intake goes on."""
+
+    step: int
+    epoch: int
+    groups: tuple[tuple[Episode, ...], ...]
+    settings: BatcherSettings
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(e.num_tokens for group in self.groups for e in group)
+
+    def trajectories(self, read: Callable[[Place], Trajectory]) -> list[list[Trajectory]]:
+        """Those of each group; `read` gets the arrays that are not in memory."""
+        return [[e.arrays(read) for e in group] for group in self.groups]
+
+    def run(self, trajectories: Sequence[Sequence[Trajectory]] | None = None) -> Batch:
+        return assemble(self.groups, self.step, self.epoch, self.settings, trajectories)
+
+
+def assemble(
+    groups: Sequence[Sequence[Episode]],
+    step: int,
+    epoch: int,
+    settings: BatcherSettings,
+    trajectories: Sequence[Sequence[Trajectory]] | None = None,
+) -> Batch:
+    """Build the shards of one step from its groups' episodes; `trajectories` are theirs if the arrays lie elsewhere.
 
     ``Shard.rewards_S`` is final: shifted, scaled and clipped, then normalised as ``actor.reward_norm`` says, over
     episodes; the trainer must switch these off in AReaL's PPOActor (bias 0, scaling 1, clip inf, no reward_norm). A row
     whose own reward differs from its episode's (turn-level discounts) gets its own shaped reward minus the episode
     population's mean, over its deviation.
     """
-    rows = _rows(groups, step, settings)
+    rows = _rows([[e.arrays() for e in g] for g in groups] if trajectories is None else trajectories, step, settings)
     order = sort_rows(rows.input_ids_T, rows.offsets_S1)
     minibatch_R = rows.minibatch_S[order.order_R]
     cuts = cut_minibatches(
@@ -113,24 +140,17 @@ def assemble(groups: Sequence[Sequence[Episode]], step: int, epoch: int, setting
         mixed_version_share=float(np.mean([e.mixed for e in flat])),
         rank_costs=tuple(costs),
     )
-    return Batch(shards, stats, tuple(_trajectory(e) for e in flat))
+    return Batch(shards, stats, tuple(e.key for e in flat))
 
 
-def _trajectory(episode: Episode) -> Trajectory:
-    if episode.trajectory is None:
-        raise LookupError(f"the arrays of episode {episode.key} are gone: a checkpoint already covers it")
-    return episode.trajectory
-
-
-def _rows(groups: Sequence[Sequence[Episode]], step: int, settings: BatcherSettings) -> _Rows:
-    shaped = [[shape(_trajectory(e).rewards_S, settings.rewards) for e in group] for group in groups]
+def _rows(groups: Sequence[Sequence[Trajectory]], step: int, settings: BatcherSettings) -> _Rows:
+    shaped = [[shape(t.rewards_S, settings.rewards) for t in group] for group in groups]
     moments = [np.asarray([episode_moments(r) for r in group]) for group in shaped]
     means, divisors = standardise([m[:, 0] for m in moments], settings.rewards, within=[m[:, 1] for m in moments])
     deal = deal_groups(len(groups), settings.num_minibatches, settings.seed, step)
     trajectories, rewards, counts, minibatches = [], [], [], []
     for g, group in enumerate(groups):
-        for i, episode in enumerate(group):
-            traj = _trajectory(episode)
+        for i, traj in enumerate(group):
             trajectories.append(traj)
             rewards.append((shaped[g][i] - means[g][i]) / divisors[g][i])
             counts.append(traj.num_sequences)

@@ -22,6 +22,7 @@ class EvalTask:
     task_id: str | None = None
     reward: float | None = None
     failed: bool = False
+    request: str = ""  # of the worker, that the lease answered
 
     @property
     def free(self) -> bool:
@@ -47,6 +48,10 @@ class EvalRound:
     def start(cls, tag: str, number: int, epoch: int, num_items: int, num_samples: int) -> EvalRound:
         tasks = [EvalTask(index, sample) for index in range(num_items) for sample in range(num_samples)]
         return cls(tag, number, epoch, tasks)
+
+    @property
+    def finished(self) -> bool:
+        return all(task.settled for task in self.tasks)
 
     def task(self, index: int, sample: int) -> EvalTask | None:
         """The task of this (item, sample), or None if the round has no such one."""

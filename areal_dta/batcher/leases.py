@@ -7,6 +7,7 @@ free, leased to a worker, done (its episode was accepted) or failed (attempts us
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from areal_dta.records import Trajectory
 
-__all__ = ["DataStream", "Episode", "Group", "GroupState", "LeaseTerm", "Sample", "lease_id", "lease_seed"]
+__all__ = ["DataStream", "Episode", "Group", "GroupState", "LeaseTerm", "Place", "Sample", "lease_id", "lease_seed"]
 
 
 class DataStream:
@@ -38,6 +39,12 @@ class DataStream:
 def lease_id(epoch: int, group_id: int, sample: int, attempt: int) -> str:
     """Deterministic, so that leases granted before a restart of the batcher are recognised after it."""
     return f"e{epoch}.g{group_id}.s{sample}.a{attempt}"
+
+
+def attempt_of(identity: str) -> int | None:
+    """The attempt of a training lease, None for what `lease_id` did not make."""
+    _, dot, attempt = identity.rpartition(".a")
+    return int(attempt) if dot and attempt.isdigit() else None
 
 
 def launch_of(identity: str) -> int:
@@ -66,8 +73,17 @@ class LeaseTerm:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a record of the log lies: file name, offset and size of the record."""
+
+    segment: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Episode:
-    """An accepted trajectory: what accounting needs, and the arrays as long as they may be needed (else None)."""
+    """An accepted trajectory: what accounting needs, and its arrays: in memory, or at their place in the log."""
 
     group_id: int
     sample: int
@@ -76,11 +92,13 @@ class Episode:
     num_sequences: int
     version_min: int  # over generated tokens
     version_max: int
-    trajectory: Trajectory | None
+    base: int | None = None  # see `rebased`
+    trajectory: Trajectory | None = None
+    place: Place | None = None
 
     @classmethod
     def of(cls, traj: Trajectory) -> Episode:
-        versions = traj.versions_T[traj.loss_mask_T.astype(bool)]
+        versions = traj.versions_T[traj.loss_mask_T != 0]
         return cls(
             group_id=traj.group_id,
             sample=traj.sample,
@@ -106,14 +124,24 @@ class Episode:
         Numbers beyond `base` name weights of a branch that was abandoned, and this launch will give them to other
         weights. Both branches come from the policy at the fork, so such a token counts as the fork's.
         """
-        traj = self.trajectory
-        if traj is not None:
-            traj = replace(traj, versions_T=np.minimum(traj.versions_T, base))
         oldest, newest = min(self.version_min, base), min(self.version_max, base)
-        return replace(self, version_min=oldest, version_max=newest, trajectory=traj)
+        lowest = base if self.base is None else min(base, self.base)
+        return replace(self, version_min=oldest, version_max=newest, base=lowest)
 
-    def without_arrays(self) -> Episode:
-        return replace(self, trajectory=None)
+    def arrays(self, read: Callable[[Place], Trajectory] | None = None) -> Trajectory:
+        """Its trajectory, from memory or from the log; raises LookupError when it is in neither."""
+        traj = self.trajectory
+        if traj is None and self.place is not None and read is not None:
+            traj = read(self.place)
+        if traj is None:
+            raise LookupError(f"the arrays of episode {self.key} are gone: a checkpoint already covers it")
+        if self.base is not None:
+            traj = replace(traj, versions_T=np.minimum(traj.versions_T, self.base))
+        return traj
+
+    def stored(self, place: Place) -> Episode:
+        """With its arrays in the log only."""
+        return replace(self, trajectory=None, place=place)
 
 
 @dataclass
@@ -145,6 +173,8 @@ class Group:
     opened_s: float
     samples: list[Sample] = field(default_factory=list)
     state: GroupState = GroupState.OPEN
+    first_attempt: int = 0  # earlier attempts belong to a time before this prompt was leased again
+    reissues: int = 0  # how often that happened
 
     @property
     def episodes(self) -> list[Episode]:

@@ -6,26 +6,30 @@ stands where the killed process stood. (Lease expiry times are the exception: th
 Events: ``epoch`` a launch of the run begins · ``grant`` a sample is leased · ``traj`` an episode is accepted · ``fail``
 an attempt ended without one · ``close`` a group ends before all its samples did · ``drop`` accepted episodes are given
 up, with the cause · ``batch`` a step's episodes · ``commit`` a checkpoint covers the steps so far · ``published`` a
-policy version is being served · ``eval_start``, ``eval`` evaluation · ``finish`` no more training.
+policy version is being served · ``eval_start``, ``eval`` evaluation · ``finish`` no more training · ``snapshot`` the
+whole state (`areal_dta.batcher.snapshot`), ``held`` the arrays of an episode that it names.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from areal_dta.batcher.accounts import Accounts, BatchTally
 from areal_dta.batcher.evaluation import EvalRound
-from areal_dta.batcher.leases import Episode, Group, GroupState, LeaseTerm, Sample, lease_id
+from areal_dta.batcher.leases import Episode, Group, GroupState, LeaseTerm, Place, Sample, lease_id
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.records import Trajectory, unpack
 
-__all__ = ["Event", "Key", "Ledger", "LedgerError", "without_arrays"]
+__all__ = ["Event", "Key", "LeaseRequest", "Ledger", "LedgerError", "Requeued"]
 
 Key = tuple[int, int]  # (group_id, sample)
+COVERED = "covered_by_a_later_checkpoint"
+KEPT_EVALS = 16
 
 
 class LedgerError(ValueError):
@@ -39,19 +43,41 @@ class Event:
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def without_arrays(event: Event) -> Event:
-    """A ``traj`` event reduced to what accounting needs; replaying it gives the same episode without arrays."""
-    episode = Episode.of(unpack(Trajectory, event.body, event.arrays))
-    body = {f.name: getattr(episode, f.name) for f in fields(Episode) if f.name != "trajectory"}
-    return Event(event.kind, body)
+@dataclass(frozen=True)
+class Requeued:
+    """A prompt that waits to be leased again: its first new attempt, and how often this happened to it."""
+
+    first_attempt: int
+    reissues: int
 
 
 @dataclass(frozen=True)
-class BatchTally:
-    """What a batch adds to the run's summary."""
+class LeaseRequest:
+    """The latest request of a worker for leases, and what it was granted."""
 
-    staleness_max: int
-    num_mixed: int  # episodes whose tokens are of more than one version
+    request: str
+    keys: tuple[Key, ...]
+
+
+@dataclass
+class _Counts:
+    """Samples and groups by state, kept up to date so that nobody has to count."""
+
+    leased: int = 0
+    free: int = 0
+    pooled: int = 0  # accepted, neither trained nor dropped
+    open: int = 0
+    ready: int = 0
+
+    def add(self, group: Group, sign: int) -> None:
+        is_open = group.state is GroupState.OPEN
+        if is_open:
+            self.open += sign
+            self.leased += sign * sum(s.term is not None for s in group.samples)
+            self.free += sign * sum(s.free for s in group.samples)
+        self.ready += sign * (group.state is GroupState.READY)
+        if group.state is not GroupState.BATCHED:
+            self.pooled += sign * sum(s.episode is not None for s in group.samples)
 
 
 class Ledger:
@@ -66,22 +92,41 @@ class Ledger:
         self.position = 0  # next unopened place in the data stream
         self.finished = False
         self.groups: dict[int, Group] = {}  # open, ready, or batched since the last checkpoint
-        self.batches: dict[int, tuple[Key, ...]] = {}  # by step, of this lineage
-        self.tallies: dict[int, BatchTally] = {}  # likewise
-        self.acknowledged: set[Key] = set()
-        self.dropped: dict[Key, str] = {}
-        self.dropped_tokens: Counter[str] = Counter()
-        self.rejected: Counter[str] = Counter()
+        self.batches: dict[int, tuple[Key, ...]] = {}  # by step, since the last checkpoint
+        self.accounts = Accounts()
+        self.requeued: dict[int, Requeued] = {}
+        self.requests: dict[str, LeaseRequest] = {}  # by worker
         self.evals: dict[str, EvalRound] = {}
         self.failed_in_a_row = 0  # groups given up since one last became ready
+        self.equal_in_a_row = 0  # groups dropped for equal rewards since the last batch
+        self.became_ready: deque[int] = deque()  # groups, for whoever looks at them first
+        self.revision = 0  # changes with every event
+        self.counts = _Counts()
 
-    def apply(self, event: Event, now_s: float) -> None:
+    def apply(self, event: Event, now_s: float, place: Place | None = None) -> None:
+        """Change the state; `place` is where the log holds the event's arrays, None while they are in memory."""
         handler = getattr(self, f"_on_{event.kind}", None)
         if handler is None:
             raise LedgerError(
                 f"the log holds an event of the unknown kind {event.kind!r}; was it written by a newer version?"
             )
+        self.revision += 1
         handler(event, now_s)
+        if place is not None and event.kind in ("traj", "held"):
+            self.stored((event.body["group_id"], event.body["sample"]), place)
+
+    def stored(self, key: Key, place: Place) -> None:
+        """The arrays of an episode are in the log (or were moved there) and need no memory."""
+        group = self.groups.get(key[0])
+        sample = group.samples[key[1]] if group else None
+        if sample is not None and sample.episode is not None:
+            sample.episode = sample.episode.stored(place)
+
+    def recount(self) -> None:
+        """Count anew, after the groups were replaced as a whole."""
+        self.counts = _Counts()
+        for group in self.groups.values():
+            self.counts.add(group, 1)
 
     def of_state(self, state: GroupState) -> Iterator[Group]:
         return (g for g in self.groups.values() if g.state is state)
@@ -93,87 +138,110 @@ class Ledger:
                 if sample.term is not None:
                     yield group, index, sample
 
-    def pooled(self) -> set[Key]:
-        """Accepted episodes that are neither trained nor dropped."""
-        return {e.key for g in self.groups.values() if g.state is not GroupState.BATCHED for e in g.episodes}
-
-    def trained(self) -> Counter[Key]:
-        """How often each episode is in a batch of this lineage."""
-        return Counter(key for keys in self.batches.values() for key in keys)
-
-    def needs_arrays(self, key: Key) -> bool:
-        """Whether a resume from the last checkpoint could still train this episode."""
-        group = self.groups.get(key[0])
-        return group is not None and any(e.key == key for e in group.episodes)
+    def held(self) -> dict[Key, Episode]:
+        """Every episode that a resume from the last checkpoint could still train."""
+        return {e.key: e for group in self.groups.values() for e in group.episodes}
 
     def fingerprint(self) -> dict[str, Any]:
         """What a log depends on: the data stream and the size of groups."""
         s = self.settings
         return {"num_items": s.num_items, "group_size": s.group_size, "seed": s.seed, "shuffle": s.shuffle}
 
-    def _on_epoch(self, event: Event, now_s: float) -> None:
+    def check_fingerprint(self, written: Mapping[str, Any]) -> None:
+        """Raise LedgerError when a log was written with another data stream or size of groups."""
         for name, value in self.fingerprint().items():
-            if event.body["fingerprint"].get(name) != value:
+            if written.get(name) != value:
                 raise LedgerError(
-                    f"the spool was written with {name}={event.body['fingerprint'].get(name)!r}, the config now says "
-                    f"{value!r}; restore the value or start a new run"
+                    f"the spool was written with {name}={written.get(name)!r}, the config now says {value!r}; "
+                    "restore the value or start a new run"
                 )
+
+    def _on_epoch(self, event: Event, now_s: float) -> None:
+        self.check_fingerprint(event.body["fingerprint"])
         first = self.epoch < 0
         self.epoch = event.body["epoch"]
         resume_step = event.body["resume_step"]
         last = -1 if resume_step is None else resume_step
         self.next_step = self.version = last + 1
         self.committed_step = min(self.committed_step, last)
-        self.finished, self.failed_in_a_row = False, 0
+        self.finished, self.failed_in_a_row, self.equal_in_a_row = False, 0, 0
         if first:  # a resume without its spool: go on where the checkpoint's data ended, at least
             self.position = self.next_step * self.settings.batch_groups
             return
-        for step in [s for s in self.batches if s > last]:
-            self._unbatch(self.batches.pop(step))
-            del self.tallies[step]
+        for step in [s for s in self.accounts.tallies if s > last]:
+            self._unbatch(step)
         for group in self.groups.values():
             for sample in group.samples:
                 sample.term = None  # its worker belonged to the previous launch
                 if sample.episode is not None and group.state is not GroupState.BATCHED:
                     sample.episode = sample.episode.rebased(self.version)
+        self.requests.clear()
+        self.recount()
         self.evals = {tag: r for tag, r in self.evals.items() if r.number <= self.version}
 
-    def _unbatch(self, keys: tuple[Key, ...]) -> None:
-        for key in keys:
-            group = self.groups.get(key[0])
-            if group is not None:
-                group.state = GroupState.READY
-            else:  # a later checkpoint covered it and its arrays were let go
-                self.dropped[key] = "covered_by_a_later_checkpoint"
+    def _unbatch(self, step: int) -> None:
+        keys, tally = self.batches.pop(step, None), self.accounts.tallies.pop(step)
+        if keys is None:  # a later checkpoint covered it and its arrays were let go
+            self.accounts.dropped[COVERED] += tally.num_episodes
+            return
+        for group_id in {g for g, _ in keys}:
+            self.groups[group_id].state = GroupState.READY
 
     def _on_grant(self, event: Event, now_s: float) -> None:
         b = event.body
         group = self.groups.get(b["group_id"])
         if group is None:
-            samples = [Sample() for _ in range(self.settings.group_size)]
-            group = self.groups[b["group_id"]] = Group(b["group_id"], now_s, samples)
-            self.position = max(self.position, b["group_id"] + 1)
+            group = self._open_group(b["group_id"], now_s)
+        else:
+            self.counts.add(group, -1)
         identity = lease_id(self.epoch, b["group_id"], b["sample"], b["attempt"])
         expires_s = now_s + self.settings.lease_timeout_s
         group.samples[b["sample"]].term = LeaseTerm(identity, b["worker"], b["pid"], b["version"], expires_s)
+        self.counts.add(group, 1)
+        if request := b.get("request"):
+            before = self.requests.get(b["worker"])
+            earlier = before.keys if before is not None and before.request == request else ()
+            self.requests[b["worker"]] = LeaseRequest(request, (*earlier, (b["group_id"], b["sample"])))
+
+    def _open_group(self, group_id: int, now_s: float) -> Group:
+        """A group of free samples, not counted yet."""
+        again = self.requeued.pop(group_id, None)
+        first = again.first_attempt if again else 0
+        samples = [Sample(attempt=first) for _ in range(self.settings.group_size)]
+        reissues = again.reissues if again else 0
+        group = Group(group_id, now_s, samples, first_attempt=first, reissues=reissues)
+        self.groups[group_id] = group
+        self.position = max(self.position, group_id + 1)
+        if again:
+            self.accounts.forget(group_id)
+        return group
 
     def _on_traj(self, event: Event, now_s: float) -> None:
-        traj = unpack(Trajectory, event.body, event.arrays) if event.arrays else None
-        episode = Episode.of(traj) if traj is not None else Episode(**event.body, trajectory=None)
-        self.acknowledged.add(episode.key)
+        episode = Episode.of(unpack(Trajectory, event.body, event.arrays))
         group = self.groups.get(episode.group_id)
         if group is None:
             raise LedgerError(f"the log accepts an episode of group {episode.group_id}, which is not open")
+        self.accounts.acknowledge(episode.group_id, episode.sample)
+        self.counts.add(group, -1)
         sample = group.samples[episode.sample]
         sample.episode, sample.term = episode, None
         self._settle(group)
 
+    def _on_held(self, event: Event, now_s: float) -> None:
+        traj = unpack(Trajectory, event.body, event.arrays)
+        group = self.groups.get(traj.group_id)
+        sample = group.samples[traj.sample] if group else None
+        if sample is not None and sample.episode is not None:
+            sample.episode = replace(sample.episode, trajectory=traj)
+
     def _on_fail(self, event: Event, now_s: float) -> None:
         b = event.body
-        self.rejected[b["cause"]] += 1
+        self.accounts.rejected[b["cause"]] += 1
+        self.accounts.measure(b["cause"], b.get("num_tokens"))
         group = self.groups.get(b["group_id"])
         if group is None:
             return
+        self.counts.add(group, -1)
         sample = group.samples[b["sample"]]
         sample.term, sample.attempt = None, b["attempt"] + 1
         sample.failures += b["cause"] != "aborted"  # handed back by a worker that stops: not the episode's fault
@@ -184,56 +252,77 @@ class Ledger:
         group = self.groups.get(event.body["group_id"])
         if group is None:
             return
-        self.rejected[event.body["cause"]] += sum(s.episode is None and not s.failed for s in group.samples)
+        self.accounts.rejected[event.body["cause"]] += sum(s.episode is None and not s.failed for s in group.samples)
+        self.counts.add(group, -1)
         for sample in group.samples:
             if sample.episode is None:
                 sample.failed, sample.term = True, None
         self._settle(group)
 
     def _settle(self, group: Group) -> None:
-        """A group whose samples all ended is ready, or given up when too few episodes are left."""
+        """Count the group again. If all its samples ended it is ready, or given up when too few episodes are left."""
+        self.counts.add(group, 1)
         if group.state is not GroupState.OPEN or not group.settled:
             return
-        if len(group.episodes) >= self.settings.min_group:
-            group.state, self.failed_in_a_row = GroupState.READY, 0
+        if len(group.episodes) < self.settings.min_group:
+            self.failed_in_a_row += 1
+            self._give_up(group, "group_too_small")
             return
-        self.failed_in_a_row += 1
-        self._give_up(group, "group_too_small")
+        self.counts.add(group, -1)
+        group.state, self.failed_in_a_row = GroupState.READY, 0
+        self.counts.add(group, 1)
+        self.became_ready.append(group.group_id)
 
     def _give_up(self, group: Group, cause: str) -> None:
         for episode in group.episodes:
-            self.dropped[episode.key] = cause
-            self.dropped_tokens[cause] += episode.num_tokens
+            self.accounts.drop(cause, episode.num_tokens)
+        self.counts.add(group, -1)
         del self.groups[group.group_id]
 
     def _on_drop(self, event: Event, now_s: float) -> None:
+        cause, again = event.body["cause"], event.body.get("again", ())
         for group_id, index in event.body["episodes"]:
             group = self.groups[group_id]
             sample = group.samples[index]
             if sample.episode is None:
                 raise LedgerError(f"the log drops sample {index} of group {group_id}, which has no episode")
-            self.dropped[sample.episode.key] = event.body["cause"]
-            self.dropped_tokens[event.body["cause"]] += sample.episode.num_tokens
+            self.accounts.drop(cause, sample.episode.num_tokens)
+            self.counts.add(group, -1)
             sample.episode, sample.failed = None, True
+            self.counts.add(group, 1)
         for group_id in {g for g, _ in event.body["episodes"]}:
             group = self.groups[group_id]
-            if len(group.episodes) < self.settings.min_group:
-                self._give_up(group, event.body["cause"])
+            if len(group.episodes) >= self.settings.min_group:
+                continue
+            self._give_up(group, cause)
+            self.equal_in_a_row += cause == "equal_rewards"
+            if group_id in again:
+                first_attempt = 1 + max(s.attempt for s in group.samples)
+                self.requeued[group_id] = Requeued(first_attempt, group.reissues + 1)
+                self.accounts.reissued += 1
 
     def _on_batch(self, event: Event, now_s: float) -> None:
-        keys = tuple((int(g), int(s)) for g, s in event.body["episodes"])
-        self.batches[event.body["step"]] = keys
-        self.tallies[event.body["step"]] = BatchTally(event.body["staleness_max"], event.body["num_mixed"])
-        self.next_step = event.body["step"] + 1
+        b = event.body
+        keys = tuple((int(g), int(s)) for g, s in b["episodes"])
+        self.batches[b["step"]] = keys
+        self.accounts.tallies[b["step"]] = BatchTally(len(keys), b["staleness_max"], b["num_mixed"])
+        self.next_step, self.equal_in_a_row = b["step"] + 1, 0
+        for group_id, _ in keys:
+            group = self.groups.get(group_id)
+            self.accounts.duplicated += group is None or group.state is GroupState.BATCHED
         for group_id in {g for g, _ in keys}:
-            if group_id in self.groups:
-                self.groups[group_id].state = GroupState.BATCHED
+            if (group := self.groups.get(group_id)) is not None:
+                self.counts.add(group, -1)
+                group.state = GroupState.BATCHED
+                self.counts.add(group, 1)
 
     def _on_commit(self, event: Event, now_s: float) -> None:
-        for step in range(self.committed_step + 1, event.body["step"] + 1):
-            for group_id in {g for g, _ in self.batches.get(step, ())}:
-                self.groups.pop(group_id, None)
+        for step in [s for s in self.batches if s <= event.body["step"]]:
+            for group_id in {g for g, _ in self.batches.pop(step)}:
+                if (group := self.groups.pop(group_id, None)) is not None:
+                    self.counts.add(group, -1)
         self.committed_step = max(self.committed_step, event.body["step"])
+        self.accounts.trim(min(self.groups, default=self.position))
 
     def _on_published(self, event: Event, now_s: float) -> None:
         if event.body["epoch"] == self.epoch:
@@ -242,6 +331,8 @@ class Ledger:
     def _on_eval_start(self, event: Event, now_s: float) -> None:
         b = event.body
         self.evals[b["tag"]] = EvalRound.start(b["tag"], b["number"], b["epoch"], b["num_items"], b["num_samples"])
+        for tag in [t for t, r in self.evals.items() if r.finished][:-KEPT_EVALS]:
+            del self.evals[tag]
 
     def _on_eval(self, event: Event, now_s: float) -> None:
         b = event.body

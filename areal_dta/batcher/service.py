@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from areal_dta.batcher.assembler import SMALL_TOKENS, Assembler, AssemblyError, Order
 from areal_dta.batcher.core import KEPT_BATCHES, BatcherCore, Refusal, Waiting
-from areal_dta.batcher.dispatch import Batch
-from areal_dta.batcher.ledger import Event, without_arrays
-from areal_dta.batcher.spool import GroupCommit, Spool
+from areal_dta.batcher.dispatch import Assembly
+from areal_dta.batcher.housekeeping import Room, compact
+from areal_dta.batcher.report import report_batch, report_levels
+from areal_dta.batcher.spool import Spool
+from areal_dta.batcher.spool_commit import GroupCommit
 from areal_dta.channel import Reply, Request, RpcFailure, RpcServer
 from areal_dta.metrics import Publisher
-from areal_dta.records import RecordError, Shard, Trajectory, pack, unpack, write_trace
+from areal_dta.records import RecordError, Shard, Trajectory, pack, unpack
 
 __all__ = ["BatcherService", "ServiceSettings"]
 
@@ -42,6 +45,7 @@ KINDS = (
     "status",
     "finish",
 )
+NEVER_WAIT = ("status", "heartbeat")  # these answers promise nothing, so they come also while the disk is full
 T = TypeVar("T")
 Answer = tuple[dict[str, Any], Mapping[str, Any]]  # body, arrays
 
@@ -59,12 +63,14 @@ class ServiceSettings:
     report_interval_s: float = 1.0
     tick_s: float = 0.25
     segment_bytes: int = 64 << 20
+    spool_bytes: int = 64 << 30  # trajectories wait when the log is larger
+    buffer_bytes: int = 256 << 20  # trajectories wait when more than this is on its way to the disk
+    wake_s: float = 0.005  # changes within this time wake the waiting requests once
+    small_tokens: int = SMALL_TOKENS
 
 
 class BatcherService:
-    """Owns the core, the spool and the socket. `start`, then `run` until `stop` is called or the log cannot be
-    written.
-    """
+    """Owns core, spool and socket. `start`, then `run` until `stop` is called or the log cannot be written."""
 
     def __init__(self, core: BatcherCore, settings: ServiceSettings, publisher: Publisher) -> None:
         self.core, self.settings = core, settings
@@ -74,24 +80,36 @@ class BatcherService:
         self._hellos: Counter[str] = Counter()
         self._background: set[asyncio.Task[None]] = set()
         self._log: GroupCommit | None = None
+        self._waking = False
+        self._assembler = Assembler(settings.small_tokens)
+        self._files = asyncio.Lock()  # who reads places of the log, or moves them
+        self._assembling: dict[int, Assembly] = {}
+        self._failed_assembly: dict[int, str] = {}
         self.server = RpcServer(settings.address, {kind: self._handler(kind) for kind in KINDS})
 
     async def start(self) -> None:
         """Replay the spool, begin the launch, serve. Raises SpoolError, LedgerError, OSError (port taken)."""
         self._spool = Spool(self.settings.spool_dir, self.settings.segment_bytes)
         num_events = 0
-        for event in self._spool.replay():
-            self.core.replay(event)
+        for stored in self._spool.replay():
+            self.core.replay(stored.event, stored.place)
             num_events += 1
         if num_events:
             log.info("replayed %d events: %s", num_events, self.core.status())
             self._publisher.event("batcher/replay", events=num_events, torn_bytes=self._spool.truncated_bytes)
         self.core.begin(self.settings.epoch, self.settings.resume_step)
-        self._log = GroupCommit(self._spool)
+        self._log = GroupCommit(self._spool, self.core.ledger.stored)
+        limits = (self.settings.spool_bytes, self.settings.buffer_bytes, self.core.settings.lease_timeout_s)
+        self._room = Room(self._spool, self._log, *limits)
         await self._settle()
         self._trace_again()
         await self.server.start()
         log.info("listening on %s", self.server.address)
+
+    @property
+    def busy(self) -> bool:
+        """Whether side jobs (assembly, traces, shortening the log) are under way."""
+        return bool(self._background)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -100,20 +118,26 @@ class BatcherService:
     async def run(self) -> None:
         """Serve until `stop`; raises the OSError that made the log unwritable."""
         reported_s = time.monotonic()
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and self._commit_log.failure is None:
             try:
                 await asyncio.wait_for(self._stopping.wait(), self.settings.tick_s)
             except TimeoutError:
-                self.core.desk.tick()
-                await self._settle()
+                if self._commit_log.full is None:  # who cannot be answered must not lose leases by it
+                    self.core.desk.tick()
+                self._log_events()
             if time.monotonic() - reported_s >= self.settings.report_interval_s:
                 reported_s = time.monotonic()
-                self._report_levels(None)
+                report_levels(self._publisher, self.core, self._spool.size_bytes, None)
         await self.server.stop()
-        await asyncio.gather(*self._background)
-        if self._log is not None:
-            await self._settle()
-            await self._log.close()
+        if self._commit_log.full is not None:
+            for task in self._background:
+                task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._assembler.close()
+        self._log_events()
+        await self._commit_log.close()
+        if self._commit_log.failure is not None:
+            raise self._commit_log.failure
 
     # -- plumbing
 
@@ -124,29 +148,42 @@ class BatcherService:
             try:
                 body, arrays = await method(request)
             except Refusal as refusal:
-                await self._settle()
+                self._log_events()
                 raise RpcFailure(refusal.code, str(refusal)) from refusal
-            await self._settle()
+            if kind in NEVER_WAIT or body.get("status") in ("busy", "wait"):
+                self._log_events()
+            else:
+                await self._settle()
             return Reply(body, arrays)
 
         return handle
 
     async def _settle(self) -> None:
         """Log what happened, wake the waiting requests, return when it is durable."""
-        events = self.core.take_events()
-        if self._log is None:
-            raise RuntimeError("the service was not started")
-        for event in events:
-            self._log.append(event)
-        if events:
-            self._notify()
+        self._log_events()
         try:
-            await self._log.durable()
+            await self._commit_log.durable()
         except OSError:
             self._stopping.set()
             raise
 
+    @property
+    def _commit_log(self) -> GroupCommit:
+        if self._log is None:
+            raise RuntimeError("the service was not started")
+        return self._log
+
+    def _log_events(self) -> None:
+        events = self.core.take_events()
+        for event in events:
+            tag = (event.body["group_id"], event.body["sample"]) if event.kind == "traj" else None
+            self._commit_log.append(event, tag)
+        if events and not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_later(self.settings.wake_s, self._notify)
+
     def _notify(self) -> None:
+        self._waking = False
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -161,7 +198,7 @@ class BatcherService:
             if result is not None or left_s <= 0 or self._stopping.is_set():
                 return result
             if self.core.has_events:
-                await self._settle()
+                self._log_events()
                 continue
             try:
                 await asyncio.wait_for(changed.wait(), left_s)
@@ -179,23 +216,29 @@ class BatcherService:
 
     async def _lease(self, request: Request) -> Answer:
         worker, capacity = _get(request, "worker", str), _get(request, "capacity", int)
+        name = str(request.body.get("request", ""))[:200]
         generation = self._hellos[worker]
 
         def attempt() -> list[Any] | None:
             if self.core.ledger.finished or self._hellos[worker] != generation:  # the asker was replaced: grant nothing
                 return []
-            return self.core.desk.lease(worker, capacity) or None
+            if name and (before := self.core.desk.answered(worker, name)) is not None:
+                return before
+            return self.core.desk.lease(worker, capacity, name) or None
 
         leases = await self._until(request, attempt) or []
         return {"leases": [pack(lease)[0] for lease in leases], "draining": self.core.ledger.finished}, {}
 
     async def _trajectory(self, request: Request) -> Answer:
+        if cause := self._room.missing():
+            self.core.refused[cause] += 1
+            return {"status": "busy", "cause": cause}, {}
         try:
             traj = unpack(Trajectory, request.body, request.arrays)
         except RecordError as error:
             log.warning("trajectory from %s rejected: %s", request.client, error)
             if isinstance(given := request.body.get("lease_id"), str):
-                self.core.desk.reject(given, error.cause)
+                self.core.desk.reject(given, error.cause, num_tokens=_length(request))
             return {"status": "rejected", "cause": error.cause}, {}
         verdict = self.core.trajectory(traj)
         return {"status": verdict.status, "cause": verdict.cause}, {}
@@ -204,7 +247,8 @@ class BatcherService:
         given, cause = _get(request, "lease_id", str), _get(request, "cause", str)
         detail = str(request.body.get("detail", ""))[:500]
         log.info("%s gives up %s (%s): %s", request.client, given, cause, detail)
-        self.core.desk.reject(given, cause, detail)
+        num_tokens = request.body.get("num_tokens")
+        self.core.desk.reject(given, cause, detail, num_tokens if isinstance(num_tokens, int) else None)
         return {}, {}
 
     async def _heartbeat(self, request: Request) -> Answer:
@@ -224,19 +268,50 @@ class BatcherService:
 
         shard = await self._until(request, attempt)
         if shard is None:
-            return {"status": "wait", "have": why.have, "need": why.need, "why": why.why}, {}
+            return {"status": "wait", "have": why.have, "need": why.need, "why": self._room.explain(why.why)}, {}
         plain, arrays = pack(shard)
         return {"status": "ready", **plain}, arrays
 
     def _ask_core(self, rank: int, world_size: int, step: int) -> Shard | Waiting:
-        if self.core.ready(step):
-            with self._publisher.span("time/assemble", step=step):
-                result = self.core.shard(rank, world_size, step)
-        else:  # usually to be told why; dropping stale groups on the way can complete a batch after all
-            result = self.core.shard(rank, world_size, step)
-        for batch in self.core.take_batches():
-            self._report_batch(batch)
-        return result
+        if step in self._failed_assembly:
+            raise Refusal("assembly", self._failed_assembly.pop(step))
+        asked_before = self._assembling.get(step)
+        result = self.core.ask(rank, world_size, step)
+        if not isinstance(result, Assembly):
+            if isinstance(result, Waiting) and self._room.hopeless():
+                raise Refusal("spool_full", f"{self._room.explain(result.why)}; no batch can be completed like this")
+            return result
+        if asked_before is not result:
+            self._assembling[step] = result
+            self._later(self._assemble(result))
+        return Waiting(self.core.ledger.counts.ready, self.core.settings.batch_groups, "the batch is being assembled")
+
+    async def _assemble(self, assembly: Assembly) -> None:
+        """Put a batch together elsewhere, fix it here."""
+        step, new = assembly.step, assembly.step == self.core.ledger.next_step
+        try:
+            async with self._files:
+                order = self._order(self.core.located(assembly), traced=new)
+                with self._publisher.span("time/assemble", step=step):
+                    batch = await self._assembler.run(order)
+        except AssemblyError as error:
+            log.error("%s", error)
+            self.core.give_up(assembly)
+            self._failed_assembly[step] = str(error)
+        else:
+            self.core.fix(batch)
+            self._report_batches()
+        finally:
+            self._assembling.pop(step, None)
+        await self._settle()
+        self._notify()
+
+    def _order(self, assembly: Assembly, traced: bool) -> Order:
+        trace = self._trace_path(assembly.step) if traced else None
+        return Order(assembly, self.settings.spool_dir.resolve(), trace, self.settings.domain)
+
+    def _trace_path(self, step: int) -> Path | None:
+        return self.settings.trace_dir.resolve() / f"batch_{step:06d}.npz" if self.settings.trace_dir else None
 
     async def _published(self, request: Request) -> Answer:
         self.core.published(_get(request, "number", int), _get(request, "epoch", int))
@@ -245,7 +320,7 @@ class BatcherService:
     async def _commit(self, request: Request) -> Answer:
         self.core.commit(_get(request, "step", int), str(request.body.get("checkpoint", "")))
         await self._settle()
-        self._later(asyncio.to_thread(self._strip))
+        self._later(self._compact())
         return {}, {}
 
     async def _eval_start(self, request: Request) -> Answer:
@@ -262,7 +337,8 @@ class BatcherService:
         return finished or self.core.eval_result(tag), {}
 
     async def _status(self, request: Request) -> Answer:
-        return {**self.core.status(), "torn_bytes": self._spool.truncated_bytes}, {}
+        room = {"spool_bytes": self._spool.size_bytes, "no_room": self._room.missing()}
+        return {**self.core.status(), **room, "torn_bytes": self._spool.truncated_bytes}, {}
 
     async def _finish(self, request: Request) -> Answer:
         self.core.finish()
@@ -280,60 +356,32 @@ class BatcherService:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a side job failed: %s", error)
 
-    def _strip(self) -> None:
-        def reduce(event: Event) -> Event | None:
-            if event.kind != "traj" or not event.arrays:
-                return None
-            key = (event.body["group_id"], event.body["sample"])
-            return None if self.core.ledger.needs_arrays(key) else without_arrays(event)
+    async def _compact(self) -> None:
+        async with self._files:
+            self._log_events()
+            await compact(self.core.ledger, self._spool, self._commit_log, self._room.spool_bytes)
 
-        saved = self._spool.strip(reduce)
-        if saved:
-            log.info("let go %d bytes of trajectories that a checkpoint covers", saved)
-
-    def _report_batch(self, batch: Batch) -> None:
-        s, emit = batch.stats, self._publisher.emit
-        values = {
-            "batch/reward_mean": s.reward_mean,
-            "batch/episodes": s.episodes,
-            "batch/rows": s.rows,
-            "batch/tokens": s.tokens,
-            "batch/tree_tokens": s.tree_tokens,
-            "batch/tree_ratio": s.tree_ratio,
-            "batch/staleness_max": s.staleness_max,
-            "batch/staleness_mean": s.staleness_mean,
-            "batch/mixed_version_share": s.mixed_version_share,
-        }
-        for name, value in values.items():
-            emit(name, value, step=s.step)
-        for rank, cost in enumerate(s.rank_costs):
-            emit("batch/rank_cost", cost, step=s.step, rank=rank)
-        self._report_levels(s.step)
-        self._trace(batch)
-
-    def _trace(self, batch: Batch) -> None:
-        """Write the batch's trace in the background."""
-        if self.settings.trace_dir is None:
-            return
-        step, path = batch.stats.step, self.settings.trace_dir / f"batch_{batch.stats.step:06d}.npz"
-        self._later(asyncio.to_thread(write_trace, path, list(batch.trajectories), self.settings.domain, step))
+    def _report_batches(self) -> None:
+        for batch in self.core.take_batches():
+            report_batch(self._publisher, batch)
+            report_levels(self._publisher, self.core, self._spool.size_bytes, batch.stats.step)
 
     def _trace_again(self) -> None:
         """Traces that a kill cut short: those of the batches that can still be asked for."""
         ledger = self.core.ledger
         for step in range(max(ledger.committed_step + 1, ledger.next_step - KEPT_BATCHES), ledger.next_step):
-            if self.settings.trace_dir and not (self.settings.trace_dir / f"batch_{step:06d}.npz").exists():
-                self._trace(self.core.batch(step))
+            path = self._trace_path(step)
+            if path is not None and not path.exists():
+                self._later(self._trace(step))
 
-    def _report_levels(self, step: int | None) -> None:
-        ledger, emit = self.core.ledger, self._publisher.emit
-        emit("batch/acknowledged", len(ledger.acknowledged), step=step)
-        emit("batch/in_flight", self.core.desk.in_flight(), step=step)
-        emit("batch/ready", self.core.num_ready, step=step)
-        for cause, count in ledger.rejected.items():
-            emit("batch/rejected", count, step=step, cause=cause)
-        for cause, count in Counter(ledger.dropped.values()).items():
-            emit("batch/dropped", count, step=step, cause=cause)
+    async def _trace(self, step: int) -> None:
+        async with self._files:
+            try:
+                assembly = self.core.rebuild(step)
+            except Refusal:  # a checkpoint covers it by now
+                log.warning("no trace of step %d: its arrays were let go", step)
+                return
+            await self._assembler.run(self._order(assembly, traced=True))
 
 
 def _get(request: Request, name: str, kind: type[T]) -> T:
@@ -343,3 +391,9 @@ def _get(request: Request, name: str, kind: type[T]) -> T:
         text = f"{request.kind!r} needs {name!r} as {kind.__name__}, got {value!r:.80}"
         raise Refusal("bad_request", text)
     return value
+
+
+def _length(request: Request) -> int | None:
+    """Tokens of a trajectory that may be malformed."""
+    ids = request.arrays.get("input_ids_T")
+    return None if ids is None else int(ids.size)

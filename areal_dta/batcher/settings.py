@@ -58,6 +58,9 @@ class BatcherSettings:
     group_timeout_s: float = 600.0
     max_attempts: int = 3
     intake_limit: int = 4096
+    min_group_size: int | None = None
+    filter_equal_rewards: bool = False
+    stale_reissues: int = 1  # times that a prompt is sampled again after its group was dropped as stale
     rewards: RewardSettings = field(default_factory=RewardSettings)
 
     @property
@@ -66,13 +69,18 @@ class BatcherSettings:
 
     @property
     def min_group(self) -> int:
-        """Fewest episodes a group may be trained with: two, so that a group mean means something."""
-        return min(2, self.group_size)
+        """Fewest episodes a group may be trained with; by default two, so that a group mean means something."""
+        return min(2, self.group_size) if self.min_group_size is None else self.min_group_size
 
     @property
     def max_failed_groups(self) -> int:
         """Groups that may fail in a row before the run is declared unable to make progress."""
         return max(16, 4 * self.batch_groups)
+
+    @property
+    def max_equal_groups(self) -> int:
+        """Groups without a difference in reward that may come between two batches: at least twice the whole data."""
+        return max(16 * self.batch_groups, 2 * self.num_items)
 
     def check(self) -> BatcherSettings:
         """Itself; raises SettingsError for a combination that could only wait for ever or fail later."""
@@ -96,6 +104,13 @@ class BatcherSettings:
             raise SettingsError(
                 f"batcher.intake_limit={self.intake_limit} cannot hold a batch of {self.batch_episodes} episodes"
             )
+        if not 1 <= self.min_group <= self.group_size:
+            raise SettingsError(
+                f"the smallest usable group is set to {self.min_group} episodes, it must be 1 to "
+                f"gconfig.n_samples={self.group_size}"
+            )
+        if self.stale_reissues < 0:
+            raise SettingsError(f"stale_reissues is {self.stale_reissues}, it must not be negative")
         if self.max_concurrent is not None and self.max_concurrent < 1:
             raise SettingsError(f"rollout.max_concurrent_rollouts is {self.max_concurrent}, it must be at least 1")
         return self

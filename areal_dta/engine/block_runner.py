@@ -34,9 +34,12 @@ class BlockRunner:
         )  # fmt: skip
         self.num_tiles = 0
 
-    def push(self, block: Block) -> BlockContext:
-        """Context of a block whose keys and values become rows of the path; its frame is ``context.frames[0]``."""
-        frame = self._stack.push(block.depth, block.num_tokens)
+    def push(self, block: Block, reach: int = 0) -> BlockContext:
+        """Context of a block whose keys and values become rows of the path; its frame is ``context.frames[0]``.
+
+        ``reach``: rows of the longest path pushed below it (`areal_dta.tree.stage_memory.path_reach`), 0 if unknown.
+        """
+        frame = self._stack.push(block.depth, block.num_tokens, reach)
         return self._context(block, writes=True, frames=(frame,))
 
     def visit(self, block: Block, absorbs: bool) -> BlockContext:

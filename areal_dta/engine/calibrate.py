@@ -86,7 +86,7 @@ def fingerprint(policy: MegatronPolicy, settings: PlanSettings, kernel: Attentio
         "kernel": type(kernel).__name__,
         "parallel": f"dp {sizes.dp} tp {sizes.tp} pp {sizes.pp} sequence_parallel {sizes.sequence_parallel}",
         "max_block_tokens": str(settings.max_block_tokens),
-        "largest_block": str(_largest_block(policy, settings)),
+        "measured_block_tokens": str(_largest_block(policy, settings)),
     }
 
 

@@ -291,7 +291,7 @@ class MegatronPolicy:
         return self.ddp
 
     def check_accumulating(self) -> None:
-        """Raise RuntimeError when the buffers hold reduced gradients (adding would count ranks twice) or half of some."""
+        """Raise RuntimeError when the buffers hold reduced gradients (adding counts ranks twice) or half of some."""
         self._trainable()
         if self._reduced:
             raise RuntimeError(

@@ -21,6 +21,7 @@ from areal_dta.engine.megatron import MegatronPolicy
 from areal_dta.engine.pipeline import StageLink
 from areal_dta.tree.plan import Block, OpKind, WalkPlan
 from areal_dta.tree.schedule import Task, TaskKind, most_unread
+from areal_dta.tree.stage_memory import path_reach
 
 __all__ = ["PipelineWalk"]
 
@@ -73,11 +74,12 @@ class PipelineWalk:
         self._allow_open(stages)
         with_backward = {task.block for task in tasks if task.kind is TaskKind.BACKWARD}
         in_flight: dict[int, _InFlight] = {}
+        reach = path_reach(plan)
         for task in tasks:
             if task.kind is TaskKind.BACKWARD:
                 self._backward(plan.blocks[task.block], in_flight.pop(task.block), job)
                 continue
-            started = self._forward(plan, task, job)
+            started = self._forward(plan, task, job, reach[task.block])
             if task.block in with_backward:  # a push that a visit absorbs has none
                 in_flight[task.block] = started
         if not plan.ops:
@@ -91,9 +93,9 @@ class PipelineWalk:
         back = 1 if link.is_first else most_unread(own, stages[link.stage - 1], TaskKind.BACKWARD)
         link.allow_open(ahead, back)
 
-    def _forward(self, plan: WalkPlan, task: Task, job: BlockGradient) -> _InFlight:
+    def _forward(self, plan: WalkPlan, task: Task, job: BlockGradient, reach: int) -> _InFlight:
         block, is_push = plan.blocks[task.block], task.op.kind is OpKind.PUSH
-        context = self._runner.push(block) if is_push else self._runner.visit(block, task.op.absorbs)
+        context = self._runner.push(block, reach) if is_push else self._runner.visit(block, task.op.absorbs)
         stage_input = self._receive(block.num_tokens)
         keep = not is_push or plan.keep_B[task.block]
         with torch.set_grad_enabled(keep):

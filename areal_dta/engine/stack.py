@@ -20,7 +20,7 @@ import torch
 
 __all__ = ["Frame", "PathStack", "PathView"]
 
-_SEGMENTS = 32  # about as many ranges a full path's accumulators have at most
+_SEGMENTS = 16  # about as many ranges a full path's accumulators have at most
 
 
 class _Segment:
@@ -67,12 +67,12 @@ class Frame:
                 yield low, *segment.rows(layer, low, high)
 
     def keep_rows(self, num_rows: int) -> None:
-        """Give up the rows from ``num_rows`` on; the accumulators go with the last one."""
+        """Give up the rows from ``num_rows`` on, and the segments that held nothing else."""
         self.num_rows = min(self.num_rows, num_rows)
-        if not self.num_rows:
-            for segment in self.segments:
-                segment.leave()
-            self.segments = ()
+        kept = tuple(segment for segment in self.segments if self.num_rows and segment.start < self.end)
+        for segment in self.segments[len(kept) :]:
+            segment.leave()
+        self.segments = kept
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from areal_dta.engine.tree_batch import TreeBatch
 from areal_dta.tree.memory import MemoryModel
 from areal_dta.tree.plan import Block, OpKind, PlanSettings, WalkPlan
 from areal_dta.tree.planner import plan_walk
-from areal_dta.tree.stage_memory import max_graph_tokens, pipeline_tasks, stage_peak
+from areal_dta.tree.stage_memory import path_reach, stage_peak, tasks_within_budget
 from areal_dta.tree.stage_time import pipeline_seconds
 from areal_dta.tree.timing import TimeModel
 
@@ -196,7 +196,7 @@ class TreeEngine:
             self._backward_blocks(plan, runner, job)
             self._finish(batch, plan, runner, began, planned, self._seconds(plan, job.needed_U, backward=True))
             return
-        stages = pipeline_tasks(plan, link.num_stages, max_graph_tokens(plan, self.memory, self.settings))
+        stages = tasks_within_budget(plan, link.num_stages, self.memory, self.settings)
         PipelineWalk(self.policy, runner, link).backward(plan, job, stages)
         seconds = 0.0 if self.timing is None else pipeline_seconds(self.timing, plan, stages, job.needed_U)
         self._finish(batch, plan, runner, began, planned, seconds)
@@ -205,10 +205,11 @@ class TreeEngine:
 
     def _backward_blocks(self, plan: WalkPlan, runner: BlockRunner, job: BlockGradient) -> None:
         pushed: list[_Pushed] = []
+        reach = path_reach(plan)
         for op in plan.ops:
             block = plan.blocks[op.block]
             if op.kind is OpKind.PUSH:
-                pushed.append(self._push(runner, job, block, plan.keep_B[op.block]))
+                pushed.append(self._push(runner, job, block, plan.keep_B[op.block], reach[op.block]))
             elif op.kind is OpKind.VISIT:
                 context = runner.visit(block, op.absorbs)
                 self._differentiate(runner, job, block, context, self._compute(runner, job, block, context))
@@ -217,8 +218,8 @@ class TreeEngine:
         if not plan.ops:
             self._walk_nothing(runner)
 
-    def _push(self, runner: BlockRunner, job: BlockGradient, block: Block, keep: bool) -> _Pushed:
-        context = runner.push(block)
+    def _push(self, runner: BlockRunner, job: BlockGradient, block: Block, keep: bool, reach: int) -> _Pushed:
+        context = runner.push(block, reach)
         if keep:
             return _Pushed(context, self._compute(runner, job, block, context))
         with torch.no_grad():

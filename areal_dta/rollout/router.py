@@ -6,28 +6,27 @@ Requests go to the server that holds their prefix and survive the death of a ser
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import uvloop
 from aiohttp import web
 
 from areal_dta import metrics
-from areal_dta.config import load_run_config
-from areal_dta.records import LaunchPlan, WeightVersion
+from areal_dta.records import WeightVersion
 from areal_dta.rollout.router_affinity import Affinity, RequestKeys, request_keys
-from areal_dta.rollout.router_pool import INSTANCE_HEADER, Current, Pool, PoolTimeouts, Published, Server, ServerFailed
+from areal_dta.rollout.router_pool import Current, Pool, Published, Server, ServerFailed
+from areal_dta.rollout.router_relay import Relay
+from areal_dta.rollout.router_settings import RouterSettings, parse_args
 from areal_dta.rollout.server.errors import ApiError
+from areal_dta.rollout.server.exposition import CONTENT_TYPE, render
 from areal_dta.rollout.server.http import guard, json_response, read_json
 from areal_dta.weights import TornWeights, folder_digest, read_manifest, verify
 
@@ -37,26 +36,6 @@ log = logging.getLogger("areal_dta.router")
 AFFINITY_HEADER = "X-Affinity"
 RETRY_STATUS = (500, 502, 503)
 RETRY_DELAY_S = 0.1
-
-
-@dataclass(frozen=True)
-class RouterSettings:
-    """Everything a router process needs to know."""
-
-    servers: tuple[str, ...]
-    host: str
-    port: int
-    state_file: Path | None = None
-    epoch: int | None = None
-    needs_publish: bool = False
-    api_key: str | None = None
-    metrics_address: str | None = None
-    report_interval_s: float = 1.0
-    request_timeout_s: float = 3600.0
-    no_server_wait_s: float = 120.0  # how long a request waits for a live server
-    max_attempts: int = 4
-    max_body_bytes: int = 64 << 20
-    timeouts: PoolTimeouts = field(default_factory=PoolTimeouts)
 
 
 class Router:
@@ -69,7 +48,8 @@ class Router:
         self._pool = pool
         self._session = session
         self._publisher = publisher
-        self._affinity = Affinity()
+        self._affinity = Affinity(spill_above=settings.spill_above)
+        self.num_requests = self.num_retries = 0
         self._publishing: set[asyncio.Future[Published]] = set()
         self.app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[guard(settings.api_key)])
         post, get = self.app.router.add_post, self.app.router.add_get
@@ -79,39 +59,62 @@ class Router:
         post("/v1/chat/completions", self.proxy)
         for path in ("/get_model_info", "/model_info", "/v1/models", "/health_generate"):
             get(path, self.proxy)
-        for path in ("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"):
+        get("/metrics", self.metrics)
+        for path in (
+            "/pause_generation",
+            "/continue_generation",
+            "/abort_request",
+            "/flush_cache",
+            "/release_memory_occupation",
+            "/resume_memory_occupation",
+        ):
             post(path, self.broadcast)
+        for path in ("/init_weights_update_group", "/update_weights_from_distributed", "/begin_weight_update"):
+            post(path, self.refuse_group_update)
         get("/flush_cache", self.broadcast)
         post("/update_weights_from_disk", self.update_from_disk)
         post("/publish", self.publish)
 
-    async def proxy(self, request: web.Request) -> web.Response:
-        """Forward to one server; if that dies or is restarted meanwhile, to another, at most ``max_attempts`` times."""
+    async def proxy(self, request: web.Request) -> web.StreamResponse:
+        """Forward to one server; if that dies or is restarted meanwhile, to another, at most ``max_attempts`` times.
+
+        A stream that has begun cannot move: it ends with an error event.
+        """
         raw = await request.read()
         keys = self._keys(request, raw)
         deadline = time.monotonic() + self._settings.request_timeout_s
         failure = ""
+        tried: set[str] = set()
+        self.num_requests += 1
         for attempt in range(self._settings.max_attempts):
             if attempt:
+                self.num_retries += 1
                 await asyncio.sleep(RETRY_DELAY_S * attempt)
-            server = await self._choose(keys, deadline)
+            server = await self._choose(keys, deadline, tried)
+            tried.add(server.url)
             server.outstanding += 1
+            relay = Relay(self._session, server, request, raw)
             try:
-                status, body, content_type = await self._forward(server, request, raw, deadline)
+                response = await relay.run(deadline)
             except (aiohttp.ClientError, ServerFailed) as error:
                 failure = f"{server.url}: {error!r}"
                 await self._pool.check_suspect(server, f"request failed: {error!r}")
+                if relay.stream is not None:
+                    return await relay.break_off(ApiError(f"the stream broke off: {failure}", 502, "unavailable"))
                 continue
             except TimeoutError as error:
                 limit = self._settings.request_timeout_s
-                raise ApiError(f"{server.url} did not answer within {limit:g} s", 504, "timeout") from error
+                late = ApiError(f"{server.url} did not answer within {limit:g} s", 504, "timeout")
+                if relay.stream is not None:
+                    return await relay.break_off(late)
+                raise late from error
             finally:
                 server.outstanding -= 1
-            if status in RETRY_STATUS:
-                failure = f"{server.url} answered {status}: {body[:200].decode(errors='replace')}"
+            if response.status in RETRY_STATUS and isinstance(response, web.Response):
+                failure = f"{server.url} answered {response.status}: {(response.text or '')[:200]}"
                 await self._pool.check_suspect(server, failure)
                 continue
-            return web.Response(body=body, status=status, headers={"Content-Type": content_type})
+            return response
         raise ApiError(f"{self._settings.max_attempts} servers failed in turn, last {failure}", 502, "unavailable")
 
     def _keys(self, request: web.Request, raw: bytes) -> RequestKeys:
@@ -124,46 +127,53 @@ class Router:
             return RequestKeys()  # whichever server gets it will say what is wrong
         return request_keys(None, body if isinstance(body, dict) else None)
 
-    async def _choose(self, keys: RequestKeys, deadline: float) -> Server:
+    async def _choose(self, keys: RequestKeys, deadline: float, tried: set[str]) -> Server:
+        """A live server, one that has not been ``tried`` if there is any."""
         if not self._pool.may_serve:
             wait_s = min(self._settings.no_server_wait_s, max(0.0, deadline - time.monotonic()))
             if not await self._pool.wait_until_serving(wait_s):
                 raise ApiError(f"{self._pool.why_not_serving()} (waited {wait_s:g} s)", 503, "unavailable")
-        url = self._affinity.pick(keys, {s.url: s.outstanding for s in self._pool.live})
+        live = self._pool.live
+        fresh = [s for s in live if s.url not in tried] or live
+        url = self._affinity.pick(keys, {s.url: s.outstanding for s in fresh})
         return self._pool.servers[url]
-
-    async def _forward(
-        self, server: Server, request: web.Request, raw: bytes, deadline: float
-    ) -> tuple[int, bytes, str]:
-        """One attempt; raises ServerFailed as soon as the pool declares the server lost."""
-        attempt = asyncio.ensure_future(self._send(server, request, raw))
-        lost = asyncio.ensure_future(server.lost.wait())
-        try:
-            done, _ = await asyncio.wait(
-                {attempt, lost}, timeout=max(0.0, deadline - time.monotonic()), return_when=asyncio.FIRST_COMPLETED
-            )
-            if attempt in done:
-                return attempt.result()
-            if lost in done:
-                raise ServerFailed(f"went out: {server.reason}")
-            raise TimeoutError
-        finally:
-            attempt.cancel()
-            lost.cancel()
-
-    async def _send(self, server: Server, request: web.Request, raw: bytes) -> tuple[int, bytes, str]:
-        headers = {"Content-Type": "application/json"} if raw else {}
-        instance = server.instance
-        async with self._session.request(
-            request.method, server.url + request.path, data=raw or None, headers=headers
-        ) as r:
-            body = await r.read()
-            if r.headers.get(INSTANCE_HEADER) != instance:
-                raise ServerFailed("answered after a restart, with weights the router has not set")
-            return r.status, body, r.headers.get("Content-Type", "application/json")
 
     async def health(self, request: web.Request) -> web.Response:
         return json_response({"status": "ok", "alive": len(self._pool.live), "servers": len(self._pool.servers)})
+
+    async def refuse_group_update(self, request: web.Request) -> web.Response:
+        raise ApiError(
+            f"{request.path} is not available through the router: a server that comes back later could not catch up; "
+            "use /publish or /update_weights_from_disk, or call the servers directly"
+        )
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        servers = list(self._pool.servers.values())
+        text = render(
+            [
+                (
+                    "areal_dta:router_server_live", "gauge", "1 for a server that takes requests.",
+                    [({"server": s.url}, float(s.live)) for s in servers],
+                ),
+                (
+                    "areal_dta:router_outstanding_requests", "gauge", "Unanswered requests of a server.",
+                    [({"server": s.url}, float(s.outstanding)) for s in servers],
+                ),
+                (
+                    "areal_dta:router_requests_total", "counter", "Requests taken.",
+                    [({}, float(self.num_requests))],
+                ),
+                (
+                    "areal_dta:router_retries_total", "counter", "Requests handed to another server or again.",
+                    [({}, float(self.num_retries))],
+                ),
+                (
+                    "areal_dta:router_choices_total", "counter", "Choices of a server by reason.",
+                    [({"reason": why}, float(count)) for why, count in self._affinity.reasons.items()],
+                ),
+            ]
+        )  # fmt: skip
+        return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def server_info(self, request: web.Request) -> web.Response:
         pool, control_s = self._pool, self._settings.timeouts.control
@@ -290,53 +300,6 @@ def recall(state_file: Path | None, epoch: int | None) -> Current | None:
     if epoch is not None and WeightVersion.parse(current.weight_version).epoch != epoch:
         return None
     return current
-
-
-def settings_from_run(run_dir: Path) -> RouterSettings:
-    plan = LaunchPlan.read(run_dir / "launch.json")
-    config = load_run_config(run_dir)
-    address = urlsplit(plan.router)
-    if address.hostname is None or address.port is None:
-        raise ValueError(f"router address {plan.router!r} in {run_dir / 'launch.json'} has no host or port")
-    return RouterSettings(
-        servers=plan.servers,
-        host=address.hostname,
-        port=address.port,
-        state_file=run_dir / "weights" / "current.json",
-        epoch=plan.epoch,
-        needs_publish=plan.resume_step is not None,
-        api_key=plan.api_key,
-        metrics_address=plan.metrics,
-        report_interval_s=config.telemetry.interval_s,
-        request_timeout_s=config.rollout.request_timeout,
-    )
-
-
-def parse_args(argv: list[str] | None = None) -> RouterSettings:
-    parser = argparse.ArgumentParser(prog="python -m areal_dta.rollout.router", description=__doc__)
-    parser.add_argument("--run", type=Path, help="run directory; takes every other setting from it")
-    parser.add_argument("--servers", help="comma-separated URLs, e.g. http://127.0.0.1:30000")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=30100, help="0: any free port, printed on start")
-    parser.add_argument("--api-key")
-    parser.add_argument("--wait-s", type=float, default=120.0, help="how long a request waits for a live server")
-    parser.add_argument("--state-file", type=Path, help="remembers the current version across restarts")
-    args = parser.parse_args(argv)
-    if (args.run is None) == (args.servers is None):
-        parser.error("give either --run RUN or --servers URL,URL")
-    if args.run is not None:
-        return settings_from_run(args.run)
-    servers = tuple(url.strip().rstrip("/") for url in args.servers.split(",") if url.strip())
-    if not servers or not all(urlsplit(u).scheme in ("http", "https") and urlsplit(u).hostname for u in servers):
-        parser.error(f"--servers must be URLs like http://127.0.0.1:30000, got {args.servers!r}")
-    return RouterSettings(
-        servers,
-        args.host,
-        args.port,
-        state_file=args.state_file,
-        api_key=args.api_key,
-        no_server_wait_s=args.wait_s,
-    )
 
 
 async def serve(settings: RouterSettings, publisher: metrics.Publisher) -> int:

@@ -58,6 +58,7 @@ class Affinity:
         self._spill_above = spill_above
         self._where: OrderedDict[object, str] = OrderedDict()
         self._turn = 0
+        self.reasons = dict.fromkeys(("name", "prefix", "spill", "new"), 0)
 
     def pick(self, keys: RequestKeys, outstanding: Mapping[str, int]) -> str:
         """Choose among ``outstanding`` (server -> unanswered requests, not empty).
@@ -66,13 +67,15 @@ class Affinity:
         above the least loaded; otherwise the least loaded, in turns where several are.
         """
         least = min(outstanding.values())
-        preferred = self._known(keys, outstanding)
+        preferred, reason = self._known(keys, outstanding)
         if preferred is not None and outstanding[preferred] <= least + self._spill_above:
             chosen = preferred
         else:
+            reason = "new" if preferred is None else "spill"
             idle = [url for url, count in outstanding.items() if count == least]
             self._turn += 1
             chosen = idle[self._turn % len(idle)]
+        self.reasons[reason] += 1
         for key in (*(() if keys.name is None else (keys.name,)), *keys.prefixes):
             self._where[key] = chosen
             self._where.move_to_end(key)
@@ -80,10 +83,10 @@ class Affinity:
             self._where.popitem(last=False)
         return chosen
 
-    def _known(self, keys: RequestKeys, outstanding: Mapping[str, int]) -> str | None:
+    def _known(self, keys: RequestKeys, outstanding: Mapping[str, int]) -> tuple[str | None, str]:
         if keys.name is not None and self._where.get(keys.name) in outstanding:
-            return self._where[keys.name]
+            return self._where[keys.name], "name"
         for prefix in reversed(keys.prefixes):
             if self._where.get(prefix) in outstanding:
-                return self._where[prefix]
-        return None
+                return self._where[prefix], "prefix"
+        return None, "new"

@@ -71,6 +71,7 @@ class Worker:
         self._deliveries: set[asyncio.Task[None]] = set()
         self._slot_free = asyncio.Event()
         self._stop = asyncio.Event()
+        self._num_lease_requests = 0
         self._closing = False
         self._drainer: threading.Thread | None = None
         self._drainer_stop = threading.Event()
@@ -121,7 +122,10 @@ class Worker:
                 self._slot_free.clear()
                 await self._slot_free.wait()  # bounded: every episode has a time-out, every call to the batcher too
                 continue
-            body = {"worker": self.settings.name, "capacity": free, "wait_s": self.settings.lease_wait_s}
+            self._num_lease_requests += 1
+            name = f"{os.getpid()}.{self._num_lease_requests}"  # sent again under this name, it gets the same leases
+            wait_s = self.settings.lease_wait_s
+            body = {"worker": self.settings.name, "capacity": free, "wait_s": wait_s, "request": name}
             reply = await self._link.call("lease", body)
             for plain in reply.body["leases"]:
                 self._start(unpack(Lease, plain))

@@ -43,6 +43,7 @@ class Clock:
         self.now_s = 0.0
         self.cores, self.background = cores, background
         self._worked_s = 0.0
+        self.wanted_s = self.got_s = 0.0  # processor seconds that work asked for, and had, in all
         self._active = 0
         self._timers: list[tuple[float, int, Callback]] = []
         self._works: list[Work] = []
@@ -83,7 +84,10 @@ class Clock:
         if timer_s == work_s == math.inf:
             return False
         at_s = max(self.now_s, min(timer_s, work_s))
-        self._worked_s += (at_s - self.now_s) * self.rate
+        passed_s = at_s - self.now_s
+        self._worked_s += passed_s * self.rate
+        self.wanted_s += passed_s * self._active
+        self.got_s += passed_s * self._active * self.rate
         self.now_s = at_s
         if timer_s <= work_s:
             heapq.heappop(self._timers)[2]()

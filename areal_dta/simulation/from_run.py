@@ -2,8 +2,9 @@
 
 Seconds are processor seconds if the run was recorded with ``usage.json`` (`areal_dta.simulation.usage`), and the run is
 then simulated on as many cores as the machine had; otherwise wall times are taken as they are and nothing shares a
-processor. What no metric tells, the wait of a turn outside all processes, is chosen so that simulating the recorded run
-gives its own mean step time.
+processor. Two numbers are chosen so that simulating the recorded run gives what was recorded: the load of other
+programs by how far training steps stretched beyond their processor seconds, and the wait of a turn outside all
+processes, which no metric tells, by the mean step time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from areal_dta.simulation.workload import TraceWorkload, read_traces
 from areal_dta.tree.cost import CostModel
 from areal_dta.tree.timing import nnls
 
-__all__ = ["MeasuredRun", "Observed", "calibrate", "observe"]
+__all__ = ["MeasuredRun", "Observed", "calibrate", "observe", "with_background"]
 
 SKIPPED_STEPS = 1  # the first one fills pools and compiles
 _INTERVAL_S = 0.6  # of server samples taken together
 _FIT_ROUNDS = 12
+_MAX_BACKGROUND = 64.0  # threads
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Observed:
     staleness_mean: float
     episode_s: float
     trajectories_per_s: float
-    background: float  # threads of other programs that competed for the cores; 0 where not recorded
+    work_s: float  # processor seconds of all processes per step; 0 where not recorded
+    stretch: float  # wall seconds of a training step's computing per processor second; 1 where these are not recorded
 
 
 @dataclass(frozen=True)
@@ -115,16 +118,20 @@ def _observed(run: _Run) -> Observed:
     step_s = run.mean("time/step")
     other_s = sum(run.mean(f"time/{part}") for part in ("wait_batch", "publish"))
     checkpoint_s = sum(_value(r) for s, r in run.of_trainer("time/checkpoint").items() if s in run.steps)
+    compute_s = step_s - other_s - checkpoint_s / len(run.steps)
+    ranks = {r.proc for r in run.by_name["time/step"]}
+    used_s = [sum(_rank_seconds(run, int(proc.partition(".")[2]), step)) for proc in ranks for step in run.steps]
     return Observed(
         steps=len(run.steps),
         step_s=step_s,
         wait_s=run.mean("time/wait_batch"),
-        compute_s=step_s - other_s - checkpoint_s / len(run.steps),
+        compute_s=compute_s,
+        work_s=0.0 if run.usage is None else run.usage.total("", run.start_s, run.end_s) / len(run.steps),
+        stretch=1.0 if run.usage is None else max(1.0, compute_s / max(float(np.mean(used_s)), 1e-9)),
         publish_s=run.mean("time/publish"),
         staleness_mean=float(np.mean([staleness[s] for s in run.steps])),
         episode_s=float(np.mean([_value(r) for r in episodes])) if episodes else 0.0,
         trajectories_per_s=float(sum(trained[s] for s in run.steps) / (step_s * len(run.steps))),
-        background=0.0 if run.usage is None else run.usage.background(run.start_s, run.end_s),
     )
 
 
@@ -135,19 +142,15 @@ def calibrate(
     max_batch: int,
     *,
     seed: int = 0,
-    background: float | None = None,
 ) -> MeasuredRun:
-    """Measure a run that had these settings. ``flops`` is the cost its batcher balanced; ``background`` replaces the
-    measured load of others. Raises SimulationError, WorkloadError.
+    """Measure a run that had these settings. ``flops`` is the cost its batcher balanced. Raises SimulationError,
+    WorkloadError.
     """
     run = _Run(run_dir)
     observed = _observed(run)
     workload = read_traces(sorted((run_dir / "traces").glob("batch_*.npz")), seed)
-    if run.usage is None:
-        settings = dataclasses.replace(settings, cores=None, background=0.0)
-    else:
-        load = observed.background if background is None else background
-        settings = dataclasses.replace(settings, cores=float(run.usage.cores), background=load)
+    cores = None if run.usage is None else float(run.usage.cores)
+    settings = dataclasses.replace(settings, cores=cores, background=0.0)
     settings = dataclasses.replace(settings, warmup_steps=SKIPPED_STEPS)
     turns = sum(_value(r) for r in run.within("rollout/turns"))
     episodes = len(run.within("rollout/turns"))
@@ -162,6 +165,8 @@ def calibrate(
         server_tp=settings.server_tp,
         basis=f"measured from {run_dir}: {'processor' if run.usage else 'wall'} seconds of {observed.steps} steps",
     )
+    if run.usage is not None:
+        settings = with_background(settings, speeds, workload, observed.stretch)
     speeds = _fit_latency(settings, speeds, workload, observed.step_s)
     return MeasuredRun(settings, speeds, workload, observed, simulate(settings, speeds, workload))
 
@@ -173,20 +178,14 @@ def _trainer(run: _Run, settings: SimulationSettings, flops: CostModel, workload
     """Seconds of a step that are neither waiting nor publishing nor checkpoint, by the cost of the rank's rows."""
     costs, seconds, publish = [], [], []
     for rank in range(settings.trainer_gpus):
-        step, wait, pub = (run.of_trainer(f"time/{n}", rank) for n in ("step", "wait_batch", "publish"))
-        saved, load = run.of_trainer("time/checkpoint", rank), run.of_trainer("train/load", rank)
-        proc = f"trainer.{rank}"
-        for k in run.steps:
-            if not (k in step and k in wait and k in pub and k in load):
-                continue
-            publish_start_s = pub[k].t - _value(pub[k])
-            checkpoint_s = 0.0
-            if k in saved:
-                checkpoint_s = run.cpu_or_wall(proc, saved[k].t - _value(saved[k]), saved[k].t)
-            tail_s = run.cpu_or_wall(proc, pub[k].t, step[k].t) - checkpoint_s
-            costs.append(_value(load[k]))
-            seconds.append(run.cpu_or_wall(proc, wait[k].t, publish_start_s) + max(0.0, tail_s))
-            publish.append(run.cpu_or_wall(proc, publish_start_s, pub[k].t))
+        load, published = run.of_trainer("train/load", rank), run.of_trainer("time/publish", rank)
+        for step in run.steps:
+            parts = _rank_seconds(run, rank, step)
+            if parts and step in load:
+                costs.append(_value(load[step]))
+                seconds.append(sum(parts))
+                end_s = published[step].t
+                publish.append(run.cpu_or_wall(f"trainer.{rank}", end_s - _value(published[step]), end_s))
     if not costs:
         raise SimulationError(f"{run.path} has no complete step of {settings.trainer_gpus} trainer ranks")
     design = np.stack([np.ones(len(costs)), np.asarray(costs)], axis=1)
@@ -207,6 +206,21 @@ def _trainer(run: _Run, settings: SimulationSettings, flops: CostModel, workload
     )
 
 
+def _rank_seconds(run: _Run, rank: int, step: int) -> tuple[float, ...]:
+    """Seconds before and after publishing that a rank computed, neither waiting nor writing a checkpoint; () where a
+    metric is missing.
+    """
+    found = [run.of_trainer(f"time/{name}", rank).get(step) for name in ("wait_batch", "publish", "step")]
+    if any(record is None for record in found):
+        return ()
+    wait, publish, whole = (record for record in found if record is not None)
+    saved = run.of_trainer("time/checkpoint", rank).get(step)
+    proc = f"trainer.{rank}"
+    checkpoint_s = 0.0 if saved is None else run.cpu_or_wall(proc, saved.t - _value(saved), saved.t)
+    before_s = run.cpu_or_wall(proc, wait.t, publish.t - _value(publish))
+    return before_s, max(0.0, run.cpu_or_wall(proc, publish.t, whole.t) - checkpoint_s)
+
+
 def _robust(design: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
     """Not negative (fixed, slope). Costs that hardly differ cannot tell them apart: then all is the slope's."""
     costs = design[:, 1]
@@ -224,17 +238,13 @@ def _server(run: _Run, settings: SimulationSettings, max_batch: int) -> ServerSp
     many tokens. Prompts are charged at the speed of the trainer's forward pass over the same tokens.
     """
     prefill_token_s = _forward_token_s(run, settings)
-    steps, tokens, updates, seconds = [], [], [], []
-    for index in range(settings.servers):
-        for part in _server_intervals(run, f"server.{index}"):
-            for column, value in zip((steps, tokens, updates, seconds), part, strict=True):
-                column.append(value)
-    if len(seconds) < 4:
+    samples = [part for index in range(settings.servers) for part in _server_intervals(run, f"server.{index}")]
+    if len(samples) < 4:
         raise SimulationError(
-            f"{run.path} holds {len(seconds)} samples of busy servers; run it longer, or with telemetry.interval_s=0.2"
+            f"{run.path} holds {len(samples)} samples of busy servers; run it longer, or with telemetry.interval_s=0.2"
         )
-    design = np.stack([steps, tokens, updates], axis=1)
-    step_s, sequence_s, _ = (float(x) for x in nnls(design, np.asarray(seconds)))
+    measured = np.asarray(samples)
+    step_s, sequence_s, _ = (float(x) for x in nnls(measured[:, :3], measured[:, 3]))
     pause = [_value(r) for r in run.within("router/pause_s")]
     return ServerSpeed(
         step_s=step_s,
@@ -265,17 +275,20 @@ def _server_intervals(run: _Run, proc: str) -> list[tuple[float, float, float, f
     running = [r for r in run.within("server/running") if r.proc == proc]
     swaps = [r.t for r in run.within("time/server_update") if r.proc == proc]
     out = []
-    last = 0
+    last, steps = 0, 0.0
     for i in range(1, min(len(made), len(running))):
-        if made[i].t - made[last].t < _INTERVAL_S:
+        tokens = _value(made[i]) - _value(made[i - 1])
+        sequences = (_value(running[i - 1]) + _value(running[i])) / 2
+        steps += tokens / max(1.0, sequences)
+        start_s, end_s = made[last].t, made[i].t
+        if end_s - start_s < _INTERVAL_S:
             continue
         tokens = _value(made[i]) - _value(made[last])
-        mean = float(np.mean([_value(r) for r in running[last : i + 1]]))
-        start_s, end_s, last = made[last].t, made[i].t, i
-        if tokens <= 0 or mean < 1:
-            continue
-        num_swaps = sum(start_s < t <= end_s for t in swaps)
-        out.append((tokens / mean, tokens, float(num_swaps), run.cpu_or_wall(proc, start_s, end_s)))
+        idle = run.usage is None and any(_value(r) < 1 for r in running[last : i + 1])  # wall seconds count waiting
+        if tokens > 0 and not idle:
+            num_swaps = sum(start_s < t <= end_s for t in swaps)
+            out.append((steps, tokens, float(num_swaps), run.cpu_or_wall(proc, start_s, end_s)))
+        last, steps = i, 0.0
     return out
 
 
@@ -295,6 +308,23 @@ def _environment(run: _Run, settings: SimulationSettings, turns: float, episodes
     )
 
 
+def with_background(
+    settings: SimulationSettings, speeds: Speeds, workload: TraceWorkload, stretch: float
+) -> SimulationSettings:
+    """With so much background that simulated training steps stretch so far; none if they do anyhow."""
+
+    def excess(background: float) -> float:
+        return simulate(dataclasses.replace(settings, background=background), speeds, workload).stretch - stretch
+
+    low, high = 0.0, _MAX_BACKGROUND
+    if excess(low) >= 0:
+        return dataclasses.replace(settings, background=0.0)
+    for _ in range(_FIT_ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) < 0 else (low, middle)
+    return dataclasses.replace(settings, background=(low + high) / 2)
+
+
 def _fit_latency(settings: SimulationSettings, speeds: Speeds, workload: TraceWorkload, step_s: float) -> Speeds:
     """The turn latency with which the simulated run has the recorded step time; 0 when it is slower without any."""
 
@@ -306,9 +336,9 @@ def _fit_latency(settings: SimulationSettings, speeds: Speeds, workload: TraceWo
         return simulate(settings, with_latency(latency_s), workload).step_s - step_s
 
     low, high = 0.0, step_s
-    if excess(low) >= 0:
-        return with_latency(0.0)
-    for _ in range(_FIT_ROUNDS):
+    tried = {low: excess(low)}
+    for _ in range(_FIT_ROUNDS if tried[low] < 0 else 0):
         middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) < 0 else (low, middle)
-    return with_latency((low + high) / 2)
+        tried[middle] = excess(middle)
+        low, high = (middle, high) if tried[middle] < 0 else (low, middle)
+    return with_latency(min(tried, key=lambda latency_s: abs(tried[latency_s])))  # step times jump: the nearest

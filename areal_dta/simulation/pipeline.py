@@ -1,4 +1,4 @@
-"""The whole pipeline in simulated time: batcher, workers, router, servers, trainer, and the weights that close the loop.
+"""The whole pipeline in simulated time: batcher, workers, router, servers, trainer, and weights back to servers.
 
 Step k trains with weights version k and publishes version k+1, as `areal_dta.trainer` does. Everything follows from the
 arguments; nothing reads a clock or draws an unseeded number.
@@ -7,7 +7,7 @@ arguments; nothing reads a clock or draws an unseeded number.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,7 @@ from areal_dta.simulation.speeds import Speeds
 from areal_dta.simulation.workload import EpisodeScript, Workload
 from areal_dta.tree.cost import TREE_TOKENS, lower_bound
 
-__all__ = ["SimulatedStep", "Simulation", "Trajectory"]
+__all__ = ["SimulatedStep", "Simulation"]
 
 MAX_EVENTS = 20_000_000
 
@@ -35,15 +35,16 @@ class SimulatedStep:
     step: int
     start_s: float
     wait_s: float
-    compute_s: float
-    publish_s: float
-    checkpoint_s: float
-    step_s: float
+    work_s: float  # of compute_s on a core of its own
     episodes: int
     tokens: int  # generated
     row_tokens: int
     tree_tokens: int
     staleness: dict[int, int]
+    compute_s: float = 0.0
+    publish_s: float = 0.0
+    checkpoint_s: float = 0.0
+    step_s: float = 0.0
 
     @property
     def staleness_mean(self) -> float:
@@ -52,7 +53,7 @@ class SimulatedStep:
 
 
 @dataclass
-class Trajectory:
+class RunningEpisode:
     """A running episode."""
 
     grant: Grant
@@ -75,6 +76,7 @@ class Simulation:
         self.episode_s: list[float] = []
         self.server_times: list[ServerTimes] = []  # of the time after the warm-up
         self.worker_busy_s: list[float] = []
+        self.work_s = 0.0  # of all processes, likewise
         self._workers = [Station(self.clock) for _ in range(settings.workers)]
         self._batcher, self._router = Station(self.clock), Station(self.clock)
         factor = speeds.server_factor(settings.server_tp)
@@ -82,9 +84,10 @@ class Simulation:
         self._affinity = Affinity()
         self._running = [0] * settings.workers
         self._scripts: dict[int, list[EpisodeScript]] = {}
+        self.num_in_training = 0  # episodes of the batch that is being trained
         self._asked_s: float | None = None  # since when the trainer waits for a batch
-        self._worker_mark: list[float] = []
-        self._num_trained = 0
+        self._worker_mark = [0.0] * settings.workers
+        self._work_mark_s = 0.0
 
     @property
     def counts(self) -> Counts:
@@ -99,13 +102,15 @@ class Simulation:
                 break
             if not self.clock.step():
                 raise SimulationError(
-                    f"step {self.pool.next_step} never gets a batch: {self.counts}; lower failure_rate, or choose another policy"
+                    f"step {self.pool.next_step} never gets a batch: {self.counts}; lower failure_rate, or choose "
+                    "another staleness policy"
                 )
         else:
             raise SimulationError(f"more than {MAX_EVENTS} events; simulate fewer steps or smaller batches")
         for server in self._servers:
             server.account()
         self.server_times = [server.times for server in self._servers]
+        self.work_s = self.clock.got_s - self._work_mark_s
         self.worker_busy_s = [w.busy_s - m for w, m in zip(self._workers, self._worker_mark, strict=True)]
 
     # -- episodes
@@ -132,10 +137,10 @@ class Simulation:
         rng = np.random.default_rng([self.settings.seed, 2, grant.group_id, grant.sample, grant.attempt])
         fails = rng.random() < self.settings.failure_rate
         fails_at = int(rng.integers(script.num_turns)) if fails else -1
-        episode = Trajectory(grant, script, worker, fails_at, self.clock.now_s)
+        episode = RunningEpisode(grant, script, worker, fails_at, self.clock.now_s)
         self._workers[worker].submit(self.speeds.environment.turn_s, partial(self._wait, episode, rng))
 
-    def _wait(self, episode: Trajectory, rng: np.random.Generator) -> None:
+    def _wait(self, episode: RunningEpisode, rng: np.random.Generator) -> None:
         """The environment's latency, then the turn's request."""
         if episode.turn == episode.fails_at:
             self._leave(episode)
@@ -152,7 +157,7 @@ class Simulation:
             latency_s = float(rng.gamma(shape, latency_s / shape))
         self.clock.after(latency_s, lambda: self._router.submit(env.relay_s, partial(self._request, episode, rng)))
 
-    def _request(self, episode: Trajectory, rng: np.random.Generator) -> None:
+    def _request(self, episode: RunningEpisode, rng: np.random.Generator) -> None:
         script, turn, group = episode.script, episode.turn, episode.grant.group_id
         loads = {str(i): server.load for i, server in enumerate(self._servers)}
         server = self._servers[int(self._affinity.pick(RequestKeys(f"group-{group}"), loads))]
@@ -163,23 +168,23 @@ class Simulation:
                 system_tokens=script.system_tokens,
                 shared_tokens=script.shared_tokens,
                 group=group,
-                episode=id(episode),
+                episode=(group, episode.grant.sample, episode.grant.attempt),
                 done=partial(self._answer, episode, rng),
             )
         )
 
-    def _answer(self, episode: Trajectory, rng: np.random.Generator, by_version: dict[int, int]) -> None:
+    def _answer(self, episode: RunningEpisode, rng: np.random.Generator, by_version: dict[int, int]) -> None:
         episode.by_version.update(by_version)
         episode.turn += 1
         self._workers[episode.worker].submit(self.speeds.environment.turn_s, partial(self._wait, episode, rng))
 
-    def _finish(self, episode: Trajectory) -> None:
+    def _finish(self, episode: RunningEpisode) -> None:
         self._leave(episode)
         self.episode_s.append(self.clock.now_s - episode.start_s)
         self.pool.finish(Finished(episode.grant, dict(episode.by_version)))
         self._changed()
 
-    def _leave(self, episode: Trajectory) -> None:
+    def _leave(self, episode: RunningEpisode) -> None:
         self._running[episode.worker] -= 1
 
     def _changed(self) -> None:
@@ -199,6 +204,7 @@ class Simulation:
         if batch is None:
             return
         asked_s, self._asked_s = self._asked_s, None
+        self.num_in_training = sum(map(len, batch))
         self._lease()  # what was consumed makes room
         self.clock.work(self.speeds.trainer.assemble_s, partial(self._train, asked_s, batch))
 
@@ -218,29 +224,29 @@ class Simulation:
                     staleness[abs(step - version)] += tokens
         if s.policy == "mask":
             staleness = Counter({age: n for age, n in staleness.items() if age <= s.eta})
-        figures = {
-            "step": step,
-            "start_s": asked_s,
-            "wait_s": self.clock.now_s - asked_s,
-            "episodes": sum(map(len, batch)),
-            "tokens": sum(done.num_tokens for group in batch for done in group),
-            "row_tokens": rows.row_tokens,
-            "tree_tokens": int(TREE_TOKENS.tree(rows)),
-            "staleness": dict(sorted(staleness.items())),
-        }
+        figures = SimulatedStep(
+            step=step,
+            start_s=asked_s,
+            wait_s=self.clock.now_s - asked_s,
+            work_s=seconds,
+            episodes=sum(map(len, batch)),
+            tokens=sum(done.num_tokens for group in batch for done in group),
+            row_tokens=rows.row_tokens,
+            tree_tokens=int(TREE_TOKENS.tree(rows)),
+            staleness=dict(sorted(staleness.items())),
+        )
         began_s, left = self.clock.now_s, s.trainer_gpus
 
         def rank_done() -> None:
             nonlocal left
             left -= 1
             if left == 0:
-                figures["compute_s"] = self.clock.now_s - began_s
-                self._publish(figures)
+                self._publish(replace(figures, compute_s=self.clock.now_s - began_s))
 
         for _ in range(left):
             self.clock.work(seconds, rank_done)
 
-    def _publish(self, figures: dict[str, object]) -> None:
+    def _publish(self, figures: SimulatedStep) -> None:
         began_s = self.clock.now_s
         version = self.pool.version + 1
 
@@ -248,9 +254,8 @@ class Simulation:
             for server in self._servers:
                 server.resume(version)
             self.pool.published(version)
-            figures["publish_s"] = self.clock.now_s - began_s
             self._lease()
-            self._checkpoint(figures)
+            self._checkpoint(replace(figures, publish_s=self.clock.now_s - began_s))
 
         def written() -> None:
             for server in self._servers:
@@ -259,19 +264,16 @@ class Simulation:
 
         self.clock.work(self.speeds.trainer.publish_s, written)
 
-    def _checkpoint(self, figures: dict[str, object]) -> None:
+    def _checkpoint(self, figures: SimulatedStep) -> None:
         trainer, began_s = self.speeds.trainer, self.clock.now_s
-        last = self.settings.total_steps is not None and len(self.steps) + 1 == self.settings.total_steps
-        due = last or (trainer.checkpoint_every and (len(self.steps) + 1) % trainer.checkpoint_every == 0)
+        count = len(self.steps) + 1
+        due = count == self.settings.total_steps or (trainer.checkpoint_every and count % trainer.checkpoint_every == 0)
 
         def done() -> None:
-            figures["checkpoint_s"] = self.clock.now_s - began_s
-            start_s = figures["start_s"]
-            assert isinstance(start_s, float)
-            self.steps.append(SimulatedStep(step_s=self.clock.now_s - start_s, **figures))  # type: ignore[arg-type]
-            if len(self.steps) == self.settings.warmup_steps or (
-                not self.settings.warmup_steps and len(self.steps) == 1
-            ):
+            now_s = self.clock.now_s
+            self.num_in_training = 0
+            self.steps.append(replace(figures, checkpoint_s=now_s - began_s, step_s=now_s - figures.start_s))
+            if count == self.settings.warmup_steps:
                 self._mark()
             self._ask()
 
@@ -279,10 +281,8 @@ class Simulation:
 
     def _mark(self) -> None:
         """Server and worker times count from here."""
-        if not self.settings.warmup_steps:
-            self._worker_mark = [0.0] * len(self._workers)
-            return
         for server in self._servers:
             server.account()
             server.times = ServerTimes()
         self._worker_mark = [w.busy_s for w in self._workers]
+        self._work_mark_s = self.clock.got_s

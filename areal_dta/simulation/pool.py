@@ -5,7 +5,7 @@ instead of a log, so that a simulated step costs milliseconds; a test holds the 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -63,12 +63,14 @@ class Pool:
         self.finished: dict[tuple[int, int], Finished] = {}
         self._position = 0
         self._free: deque[tuple[int, int]] = deque()  # samples that wait for an attempt, in order of groups
-        self._min_group = BatcherSettings(
+        self._requeued: dict[int, int] = {}  # prompts of groups dropped as stale, with their next attempt
+        self._reissues: Counter[int] = Counter()
+        self._rules = BatcherSettings(
             num_items=settings.batch_groups,
             batch_groups=settings.batch_groups,
             group_size=settings.group_size,
             eta=settings.eta,
-        ).min_group
+        )
 
     # -- admission
 
@@ -88,23 +90,24 @@ class Pool:
         grants: list[Grant] = []
         while len(grants) < capacity and self._free:
             grants.append(self._start(*self._free.popleft()))
-        if len(grants) == capacity:
+        if len(grants) >= capacity:
             return grants
         for _ in range(self._admissible()):
-            group_id = self._open()
+            self._open()
             while len(grants) < capacity and self._free:
                 grants.append(self._start(*self._free.popleft()))
-            assert group_id in self.groups
             if len(grants) >= capacity:
                 break
         return grants
 
-    def _open(self) -> int:
-        group_id, size = self._position, self.settings.group_size
-        self._position += 1
-        self.groups[group_id] = Group(group_id, 0.0, [Sample() for _ in range(size)])
-        self._free.extend((group_id, sample) for sample in range(size))
-        return group_id
+    def _open(self) -> None:
+        """Begin the next group, again a dropped one if there is any; its samples wait to be started."""
+        group_id = min(self._requeued, default=self._position)
+        attempt = self._requeued.pop(group_id, 0)
+        self._position = max(self._position, group_id + 1)
+        samples = [Sample(attempt=attempt) for _ in range(self.settings.group_size)]
+        self.groups[group_id] = Group(group_id, 0.0, samples)
+        self._free.extend((group_id, sample) for sample in range(len(samples)))
 
     def _start(self, group_id: int, sample: int) -> Grant:
         slot = self.groups[group_id].samples[sample]
@@ -158,7 +161,7 @@ class Pool:
     def _settle(self, group: Group) -> None:
         if group.state is not GroupState.OPEN or not group.settled:
             return
-        if len(group.episodes) >= self._min_group:
+        if len(group.episodes) >= self._rules.min_group:
             group.state = GroupState.READY
         else:
             self._give_up(group)
@@ -177,9 +180,9 @@ class Pool:
     def batch(self) -> list[list[Finished]] | None:
         """The groups of the next step, which are then the trainer's; None while there are none."""
         s = self.settings
+        self._drop_stale()
         if sum(g.state is GroupState.READY for g in self.groups.values()) < s.batch_groups:
             return None
-        self._drop_stale()
         choice = choose(
             self.groups.values(), self.next_step, eta=s.eta, batch_groups=s.batch_groups, version=self.version,
             policy=s.policy,
@@ -203,8 +206,11 @@ class Pool:
                 assert slot.episode is not None
                 self._forget(slot.episode)
                 slot.episode, slot.failed = None, True
-            if stale and len(group.episodes) < self._min_group:
+            if stale and len(group.episodes) < self._rules.min_group:
                 self._give_up(group)
+                if self._reissues[group.group_id] < self._rules.stale_reissues:
+                    self._reissues[group.group_id] += 1
+                    self._requeued[group.group_id] = 1 + max(x.attempt for x in group.samples)
 
     def published(self, version: int) -> None:
         self.version = version

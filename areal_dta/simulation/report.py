@@ -20,6 +20,8 @@ __all__ = ["SimulationReport", "simulate"]
 class SimulationReport:
     """Averages over the steps after the warm-up. Shares are of wall time.
 
+    ``work_s``: processor seconds of all processes per step; ``core_share``: of the cores they wanted, those they had;
+    ``stretch``: wall seconds of a training step's computing per second of its work, above 1 where cores are short.
     ``trainer_waits_share``: the trainer waits for a batch. ``server_*_share`` over all servers: decoding, computing
     prompts, paused for new weights, idle because admission is closed (the servers wait for the trainer), idle because
     all episodes are in their environments. ``staleness`` is the share of trained tokens by age in versions,
@@ -31,6 +33,8 @@ class SimulationReport:
     step_s: float
     wait_s: float
     compute_s: float
+    stretch: float
+    work_s: float
     publish_s: float
     trajectories_per_s: float
     generated_tokens_per_s: float
@@ -44,6 +48,7 @@ class SimulationReport:
     server_waits_trainer_share: float
     server_waits_environment_share: float
     worker_busy_share: float
+    core_share: float
     running_per_server: float
     episode_s: float
     episode_p90_s: float
@@ -83,6 +88,8 @@ def summarise(simulation: Simulation) -> SimulationReport:
         step_s=wall_s / len(steps),
         wait_s=float(np.mean([step.wait_s for step in steps])),
         compute_s=float(np.mean([step.compute_s for step in steps])),
+        work_s=simulation.work_s / len(steps),
+        stretch=sum(step.compute_s for step in steps) / max(sum(step.work_s for step in steps), 1e-12),
         publish_s=float(np.mean([step.publish_s for step in steps])),
         trajectories_per_s=sum(step.episodes for step in steps) * per_s,
         generated_tokens_per_s=sum(step.tokens for step in steps) * per_s,
@@ -96,6 +103,7 @@ def summarise(simulation: Simulation) -> SimulationReport:
         server_waits_trainer_share=waits_trainer,
         server_waits_environment_share=sum(t.idle_open_s for t in times) / server_s,
         worker_busy_share=float(np.mean(simulation.worker_busy_s)) * per_s,
+        core_share=simulation.clock.got_s / max(simulation.clock.wanted_s, 1e-12),
         running_per_server=sum(t.sequence_s for t in times) / decode_s if decode_s else 0.0,
         episode_s=float(np.mean(simulation.episode_s)),
         episode_p90_s=float(np.quantile(simulation.episode_s, 0.9)),

@@ -143,7 +143,8 @@ class Server:
         if self._prefilling is None:
             left_s = self._clock.cancel(self._work)
             self._work = None
-            self._steps = self._target - left_s / self._step_s
+            if self._step_s > 0:
+                self._steps = self._target - left_s / self._step_s
         elif self._paused:
             self._clock.cancel(self._work)  # the prompt is computed anew with the new weights
             self._work = None

@@ -73,7 +73,3 @@ class SimulationSettings:
     @property
     def trainer_gpus(self) -> int:
         return self.dp * self.tp * self.pp
-
-    @property
-    def server_gpus(self) -> int:
-        return self.servers * self.server_tp

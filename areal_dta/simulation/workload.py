@@ -39,10 +39,6 @@ class EpisodeScript:
     def num_turns(self) -> int:
         return len(self.prompts)
 
-    @property
-    def num_generated(self) -> int:
-        return sum(self.generated)
-
 
 class Workload(Protocol):
     """A source of episodes, fixed by its seed: the same group and sample are always the same episode."""
@@ -98,9 +94,8 @@ class LengthWorkload:
         turns = max(1, round(_gamma(rng, self.turns * factor, self.turns_spread)))
         prompts, generated, context = [], [], round(self.prompt_tokens)
         for _ in range(turns):
-            length = min(
-                max(1, round(_gamma(rng, self.generated_tokens, self.generated_spread))), self.max_tokens - context
-            )
+            drawn = max(1, round(_gamma(rng, self.generated_tokens, self.generated_spread)))
+            length = min(drawn, self.max_tokens - context)
             if length <= 0:
                 break
             prompts.append(context)
@@ -165,9 +160,8 @@ class TraceWorkload:
         self._tasks = [by_task[name] for name in sorted(by_task)]
         self._scripts: dict[int, EpisodeScript] = {}
         for members in self._tasks:
-            shared = self._common(
-                [self._ranks[e] for e in members], int(min(start_S[turn_traj == e].min() for e in members))
-            )
+            first_prompt = int(min(start_S[turn_traj == e].min() for e in members))
+            shared = self._common([self._ranks[e] for e in members], first_prompt)
             for episode in members:
                 mine = np.flatnonzero(turn_traj == episode)
                 mine = mine[np.argsort(end_S[mine], kind="stable")]

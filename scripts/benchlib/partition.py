@@ -21,7 +21,7 @@ from areal_dta.tree.lcp import leaf_positions
 from areal_dta.tree.partition import METHODS, bin_costs, duplicated_tokens, partition
 from areal_dta.tree.sizes import ModelSizes
 from areal_dta.tree.trie import SortedRows, sort_rows
-from scripts.benchlib.report import UsageError
+from scripts.benchlib.report import UsageError, at_least, counts, finite, trace_arrays
 
 __all__ = ["Batch", "add_arguments", "measure", "recorded", "run", "synthetic"]
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("synthetic batch")
     source.add_argument("--sequences", type=int, default=100_000, help="rows")
     source.add_argument("--length", type=int, default=2_000, help="tokens of a row")
-    source.add_argument("--shared", type=float, default=0.8, help="share of a row that other rows have, too")
+    source.add_argument("--shared", type=finite, default=0.8, help="share of a row that other rows have, too")
     source.add_argument("--seed", type=int, default=0)
     trace = parser.add_argument_group("recorded batch")
     trace.add_argument("--trace", type=Path, help="npz file with ids, offsets and turns; replaces the synthetic batch")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows = trace.add_mutually_exclusive_group()
     rows.add_argument("--per-turn", action="store_true", help="a row per assistant turn (default)")
     rows.add_argument("--whole", action="store_true", help="a row per trajectory")
-    parser.add_argument("--ranks", type=_counts, default=(8,), metavar="K,...", help="data-parallel ranks")
+    parser.add_argument("--ranks", type=counts, default=(8,), metavar="K,...", help="data-parallel ranks")
     parser.add_argument("--cost", choices=("flops", "tokens"), default="flops", help="what a rank's load is")
     parser.add_argument(
         "--model", type=Path, help="folder with the config.json whose FLOP count (default: a 1.7B shape)"
@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    at_least(args, 1, "sequences", "length", "trajectories", "max_len")
+    at_least(args, 0, "seed")
     if args.trace is None:
         batch = synthetic(args.sequences, args.length, args.shared, args.seed)
     else:
@@ -138,13 +140,12 @@ def recorded(path: Path, subset: str | None, num_trajectories: int, max_len: int
     `subset` names one set or all sets below it (``airline`` covers ``airline/...``). Tasks with the most trajectories
     come first, each with 8 of them, as a batch of groups would have them.
     """
-    try:
-        with np.load(path, allow_pickle=False) as trace:
-            ids, offsets, task_id = trace["ids"], trace["offsets"], trace["task_id"]
-            turn_traj, turn_end = trace["turn_traj"], trace["turn_end"]
-            names = trace["set"] if "set" in trace else np.full(len(task_id), "")
-    except (OSError, KeyError, ValueError) as error:
-        raise UsageError(f"--trace {path} is no trace of trajectories with turns: {error}") from error
+    trace = trace_arrays(path, ("ids", "offsets", "task_id", "turn_traj", "turn_end"))
+    ids, offsets, task_id = trace["ids"], trace["offsets"], trace["task_id"]
+    turn_traj, turn_end = trace["turn_traj"], trace["turn_end"]
+    names = trace.get("set", np.full(np.shape(task_id)[:1], ""))
+    if not len(task_id) == len(names) == len(offsets) - 1 or len(turn_traj) != len(turn_end):
+        raise UsageError(f"--trace {path}: task_id, set and offsets, or the turns, differ in length; write it anew")
     keep = np.diff(offsets) <= max_len
     if subset is not None:
         keep &= (names == subset) | np.char.startswith(names, f"{subset}/")
@@ -160,6 +161,8 @@ def recorded(path: Path, subset: str | None, num_trajectories: int, max_len: int
         start, lens = offsets[turn_traj[turns]], turn_end[turns].astype(np.int64)
     else:
         start, lens = offsets[chosen], np.diff(offsets)[chosen]
+    if not len(lens):
+        raise UsageError(f"--trace {path}: the chosen trajectories have no turns; use --whole")
     offsets_S1 = np.concatenate([[0], np.cumsum(lens)])
     return Batch(np.concatenate([ids[a : a + n] for a, n in zip(start, lens)]), offsets_S1)
 
@@ -170,10 +173,3 @@ def _by_task(members: np.ndarray, task_id: np.ndarray) -> np.ndarray:
         groups.setdefault(str(task_id[trajectory]), []).append(trajectory)
     largest_first = sorted(groups.values(), key=lambda group: -len(group))
     return np.asarray([t for group in largest_first for t in group[:_PER_TASK]], np.int64)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(part) for part in text.split(","))
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: ranks are counted from 1, as in 2,4,8")
-    return counts

@@ -20,7 +20,7 @@ from areal_dta.tree.stage_memory import stage_peak
 from areal_dta.tree.timing import TimeModel, block_features
 from areal_dta.tree.trie import Trie, build_trie
 from scripts.benchlib import workloads
-from scripts.benchlib.report import UsageError, commit
+from scripts.benchlib.report import UsageError, at_least, commit, counts, finite
 from scripts.benchlib.workloads import Workload
 
 __all__ = ["add_arguments", "run"]
@@ -33,17 +33,21 @@ _QWEN3_8B = ModelSizes(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", choices=("grpo", "turns", "trace"), default="turns")
     parser.add_argument("--seed", type=int, default=0, help="of random rows")
-    parser.add_argument("--scale-turns", type=float, default=8.0, help="turns: factor on all lengths")
+    parser.add_argument("--scale-turns", type=finite, default=8.0, help="turns: factor on all lengths")
     parser.add_argument("--trace", metavar="FILE", help="trace: npz of recorded trajectories")
     parser.add_argument("--set", metavar="NAME", help="trace: a set of the file, or the common first part of several")
     parser.add_argument("--trajectories", type=int, default=16)
     parser.add_argument("--max-len", type=int, default=32768, help="trace: turns that end later are dropped")
-    parser.add_argument("--stages", type=_counts, default=(2, 4), metavar="N,N")
+    parser.add_argument("--stages", type=counts, default=(2, 4), metavar="N,N")
     parser.add_argument("--plan", choices=("auto", "classic"), default="auto")
     parser.add_argument("--max-block-tokens", type=int, default=PlanSettings().max_block_tokens)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    at_least(args, 1, "trajectories", "max_len", "max_block_tokens")
+    at_least(args, 0, "seed")
+    if args.scale_turns <= 0:
+        raise UsageError(f"--scale-turns {args.scale_turns} must be above 0")
     workload = _workload(args)
     trie = build_trie(workload.ids_T, workload.offsets_S1)
     memory = _QWEN3_8B.memory("bfloat16")
@@ -124,10 +128,3 @@ def _forwards_ahead(plan: WalkPlan, ahead: int) -> list[Task]:
         tasks += [*forwards[num_run:reach], task]
         num_run = reach
     return [*tasks, *forwards[num_run:]]
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(part) for part in text.split(","))
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"numbers of stages must be at least 1, got {min(counts)}")
-    return counts

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from scripts.benchlib import workloads
-from scripts.benchlib.report import UsageError
+from scripts.benchlib.report import UsageError, at_least, counts, finite
 from scripts.benchlib.workloads import Workload
 
 __all__ = ["MODES", "add_arguments", "run"]
@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grpo = parser.add_argument_group("grpo")
     grpo.add_argument("--rows", type=int, default=32)
     grpo.add_argument("--length", type=int, default=768, help="tokens of a row")
-    grpo.add_argument("--shared", type=float, default=0.8, help="part of a row that all rows share")
+    grpo.add_argument("--shared", type=finite, default=0.8, help="part of a row that all rows share")
     grpo.add_argument("--branches", type=int, help="second level: deal the rows over this many branches below the part")
 
     turns = parser.add_argument_group("turns")
-    turns.add_argument("--scale-turns", type=float, default=1.0, help="factor on all lengths of the conversations")
+    turns.add_argument("--scale-turns", type=finite, default=1.0, help="factor on all lengths of the conversations")
 
     trace = parser.add_argument_group("trace")
     trace.add_argument("--trace", metavar="FILE", help="npz of recorded trajectories")
@@ -44,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument("--modes", type=_modes, default=MODES, metavar="A,B", help=f"some of {','.join(MODES)}")
     measure.add_argument("--repeats", type=int, default=3)
     measure.add_argument("--loss", choices=("all", "spans"), default="all", help="spans: last turn of each row only")
-    measure.add_argument("--dense-share", type=float, default=1.0, help="part of the rows that dense modes run on")
+    measure.add_argument("--dense-share", type=finite, default=1.0, help="part of the rows that dense modes run on")
     measure.add_argument("--grad-check", choices=("on", "off"), default="on", help="runs the dense loop once more")
     measure.add_argument("--memory", choices=("on", "off"), default="on", help="peak, in a run of its own")
     measure.add_argument(
-        "--scaling", type=_sizes, metavar="N,N", help="instead: auto on `turns` trees of about these many tokens"
+        "--scaling", type=counts, metavar="N,N", help="instead: auto on `turns` trees of about these many tokens"
     )
 
 
@@ -72,9 +72,9 @@ def _workload(args: argparse.Namespace) -> Workload:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("repeats", "threads", "rows", "length", "trajectories", "max_len", "samples_per_task"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    at_least(args, 1, "repeats", "threads", "rows", "length", "branches", "trajectories", "max_len", "samples_per_task")
+    at_least(args, 1, "max_block_tokens")
+    at_least(args, 0, "seed", "activation_budget")
     if not 0 < args.dense_share <= 1:
         raise UsageError(f"--dense-share {args.dense_share} must lie above 0 and at most at 1")
     if args.scale_turns <= 0:
@@ -87,10 +87,3 @@ def _modes(text: str) -> tuple[str, ...]:
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown mode {unknown[0]!r}; choose from {','.join(MODES)}")
     return tuple(mode for mode in MODES if mode in names)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"sizes are trie tokens, got {min(sizes)}")
-    return sizes

@@ -15,14 +15,17 @@ import statistics
 import time
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 from areal_dta.engine import DenseEngine, Engine, MegatronPolicy, PlanSettings, Rows, TreeEngine
 from areal_dta.engine.memory_meter import MemoryMeter
 from areal_dta.tree.plan import PlanKind
+from areal_dta.tree.planner import plan_walk
+from areal_dta.tree.trie import build_trie
 from scripts.benchlib import workloads
-from scripts.benchlib.report import progress
+from scripts.benchlib.report import UsageError, progress
 from scripts.benchlib.tree_model import bench_policy
 from scripts.benchlib.tree_result import MEMORY_ROWS, Batch, StepTime, Variant, origin, result, tree_tokens
 from scripts.benchlib.workloads import Workload, spread_over_lengths
@@ -38,6 +41,8 @@ def measure_modes(workload: Workload, args: argparse.Namespace) -> dict[str, Any
     if args.dense_share < 1:
         share = whole.subset(spread_over_lengths(workload.lens_S, args.dense_share))
     with bench_policy(workload.vocab_size, int(workload.lens_S.max()), args.seed) as policy:
+        if "auto" in args.modes:
+            _check_budget(policy, [whole], args)
         variants, skipped = _variants(policy, workload, args)
         _check_and_warm_up(policy, variants, share, whole, check=args.grad_check == "on")
         for repeat in range(args.repeats):
@@ -66,6 +71,7 @@ def measure_scaling(args: argparse.Namespace) -> dict[str, Any]:
         workload = workloads.turns(args.seed, count, scale=args.scale_turns)
         batches.append(Batch(workload, _coefficients(workload, args)))
     with bench_policy(workloads.MODEL_VOCAB, max(int(b.workload.lens_S.max()) for b in batches), args.seed) as policy:
+        _check_budget(policy, batches, args)
         engine = TreeEngine(policy, _settings("auto", args, activation_budget=args.activation_budget))
         _step(policy, engine, batches[0])
         for batch in batches:
@@ -130,6 +136,19 @@ def _variants(
     if "auto" in args.modes:
         engines["auto"] = TreeEngine(policy, _settings("auto", args, activation_budget=args.activation_budget))
     return [Variant(name, engine, name.startswith("dense")) for name, engine in engines.items()], skipped
+
+
+def _check_budget(policy: MegatronPolicy, batches: list[Batch], args: argparse.Namespace) -> None:
+    """Raises UsageError for a budget that cannot be kept to, before anything is measured."""
+    settings = _settings("auto", args, activation_budget=args.activation_budget)
+    for batch in batches if args.activation_budget else ():
+        trie = build_trie(batch.workload.ids_T, batch.workload.offsets_S1)
+        needed_U = np.zeros(trie.num_tokens, bool)
+        needed_U[trie.token_index_T[batch.coefficient_T.numpy() != 0]] = True
+        try:
+            plan_walk(trie, settings, policy.memory_model(), needed_U)
+        except ValueError as error:
+            raise UsageError(f"--activation-budget {args.activation_budget}: {error}") from error
 
 
 def _settings(kind: PlanKind, args: argparse.Namespace, **more: Any) -> PlanSettings:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.benchlib.report import UsageError
+from scripts.benchlib.report import UsageError, trace_arrays
 
 __all__ = ["MODEL_VOCAB", "Workload", "grpo", "spread_over_lengths", "trace", "turns"]
 
@@ -141,20 +141,20 @@ def trace(file: str | Path, set_name: str, num_trajectories: int, max_len: int, 
     Turns that end after ``max_len`` tokens are dropped, not cut. Token ids are renumbered densely in the order of their
     old numbers; more of them than `MODEL_VOCAB` enlarge the vocabulary, and ``notes`` say so.
     """
-    with np.load(file, allow_pickle=False) as arrays:
-        sets = arrays["set"]
-        members = np.flatnonzero((sets == set_name) | np.char.startswith(sets, f"{set_name}/"))
-        if not len(members):
-            raise UsageError(f"the trace has no set {set_name!r}; it has {', '.join(np.unique(sets).tolist())}")
-        chosen = _by_task(members, arrays["task_id"], samples_per_task)
-        if len(chosen) < num_trajectories:
-            raise UsageError(
-                f"set {set_name!r} has {len(chosen)} trajectories at {samples_per_task} per task, "
-                f"{num_trajectories} were asked for; lower --trajectories or raise --samples-per-task"
-            )
-        chosen = chosen[:num_trajectories]
-        ids_T, offsets = arrays["ids"], arrays["offsets"].tolist()
-        turn_traj, turn_start, turn_end = (arrays[f"turn_{name}"] for name in ("traj", "start", "end"))
+    arrays = trace_arrays(file, ("set", "task_id", "ids", "offsets", "turn_traj", "turn_start", "turn_end"))
+    sets = arrays["set"]
+    members = np.flatnonzero((sets == set_name) | np.char.startswith(sets, f"{set_name}/"))
+    if not len(members):
+        raise UsageError(f"the trace has no set {set_name!r}; it has {', '.join(np.unique(sets).tolist())}")
+    chosen = _by_task(members, arrays["task_id"], samples_per_task)
+    if len(chosen) < num_trajectories:
+        raise UsageError(
+            f"set {set_name!r} has {len(chosen)} trajectories at {samples_per_task} per task, "
+            f"{num_trajectories} were asked for; lower --trajectories or raise --samples-per-task"
+        )
+    chosen = chosen[:num_trajectories]
+    ids_T, offsets = arrays["ids"], arrays["offsets"].tolist()
+    turn_traj, turn_start, turn_end = (arrays[f"turn_{name}"] for name in ("traj", "start", "end"))
     rows, loss_starts, num_dropped = [], [], 0
     for trajectory in chosen:
         for turn in np.flatnonzero(turn_traj == trajectory).tolist():

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from areal_dta.batcher import snapshot as snapshots
 from areal_dta.batcher.core import Refusal, Waiting
-from areal_dta.batcher.ledger import Event, LedgerError, without_arrays
+from areal_dta.batcher.ledger import Event, LedgerError
 from areal_dta.records import pack
 from tests.unit.batcher_kit import Clock, finish_all, make_core, train, trajectory
 
@@ -36,6 +37,14 @@ class Run:
     def restart(self):
         self.core = make_core(epoch=self.epoch, resume_step=self.resume_step, log=self.log, **self.changes)
         self.save()
+
+    def compact(self):
+        """The log becomes a snapshot and the arrays of what may still be trained."""
+        self.save()
+        held = self.core.ledger.held()
+        events = {(e.body["group_id"], e.body["sample"]): e for e in self.log if e.kind in ("traj", "held")}
+        arrays = [Event("held", events[key].body, events[key].arrays) for key in held]
+        self.log = [wire(Event("snapshot", snapshots.dump(self.core.ledger))), *arrays]
 
     def resume(self, step):
         self.epoch, self.resume_step = self.epoch + 1, step
@@ -153,25 +162,44 @@ def test_leases_of_the_previous_launch_are_free_after_a_resume_and_the_bound_sta
     assert [(x.group_id, x.sample, x.epoch) for x in leases] == [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
 
 
-def test_covered_trajectories_can_lose_their_arrays_without_changing_the_accounts():
-    run = Run()
-    for step in range(2):
+def test_a_snapshot_stands_for_the_whole_log_and_forgets_what_a_checkpoint_covers():
+    run = Run(eta=1)
+    for step in range(3):
         finish_all(run.core)
         train(run.core, step)
+    run.core.desk.lease("w", 3, "the request")
+    run.core.eval_start("v0", 0)
     run.core.commit(0, "step_0")
     run.save()
     before = snapshot(run.core)
-    stripped = [
-        e.kind == "traj" and not run.core.ledger.needs_arrays((e.body["group_id"], e.body["sample"])) for e in run.log
-    ]
-    assert 0 < sum(stripped) < sum(e.kind == "traj" for e in run.log)
-    run.log = [wire(without_arrays(e)) if drop else e for e, drop in zip(run.log, stripped, strict=True)]
+    full = len(run.log)
+    run.compact()
+    assert len(run.log) < full / 2
     run.restart()
     assert snapshot(run.core) == before
+    assert {x.lease_id for x in run.core.desk.lease("w", 1, "the request")} <= {
+        t.term.lease_id for _, _, t in run.core.ledger.leased()
+    }
+    shards = [run.core.shard(r, 2, 2) for r in range(2)]
+    assert sum(s.num_rows for s in shards) == 8
+    run.save()
     run.resume(0)
     assert run.core.ready(1)
     train(run.core, 1)
-    assert run.core.status()["lost"] == 0
+    assert (run.core.status()["lost"], run.core.status()["duplicated"]) == (0, 0)
+
+
+def test_the_size_of_a_snapshot_does_not_grow_with_the_run():
+    run, sizes = Run(eta=0), []
+    for step in range(60):
+        finish_all(run.core)
+        train(run.core, step)
+        run.core.commit(step, f"step_{step}")
+        run.core.take_events()
+        plain = snapshots.dump(run.core.ledger)
+        sizes.append(len(msgpack.packb({**plain, "accounts": None})))
+    assert sizes[-1] <= sizes[5] + 8
+    assert len(msgpack.packb(plain["accounts"])) < 60 * 30
 
 
 def test_evaluation_results_survive_a_restart_and_those_of_undone_versions_a_resume_forgets():
@@ -238,3 +266,47 @@ def test_after_a_resume_tokens_of_the_abandoned_branch_count_as_the_forks_and_ke
     (shard, *_) = [run.core.shard(r, run.core.settings.num_ranks, 2) for r in range(run.core.settings.num_ranks)]
     assert shard.epoch == 1
     assert shard.launches_S.tolist() == [0] * shard.num_rows
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_a_crash_and_a_resume_skip_no_prompt_with_very_unequal_lengths(eta):
+    """Checkpoints at every third step, a crash after each fifth; lengths from 1 turn to 60, finished in any order."""
+    rng = np.random.default_rng(eta)
+    run = Run(eta=eta, group_timeout_s=1e9)
+    running, trained = [], {}
+    crashes = iter([4, 9, 14])
+    crash = next(crashes)
+    step = 0
+    while step < 18:
+        core = run.core
+        running += core.desk.lease("w", int(rng.integers(1, 9)))
+        rng.shuffle(running)
+        for _ in range(int(rng.integers(0, len(running) + 1))):
+            lease = running.pop()
+            assert core.trajectory(trajectory(lease, turns=int(rng.choice([1, 2, 60])))).status == "accepted"
+        run.save()
+        if isinstance(core.shard(0, 2, step), Waiting):
+            continue
+        train(core, step)
+        trained[step] = {g for g, _ in core.ledger.batches[step]}
+        if step % 3 == 2:
+            core.commit(step, f"step_{step}")
+        run.save()
+        if step == crash:
+            crash = next(crashes, -1)
+            committed = core.ledger.committed_step
+            run.resume(committed)
+            running = []
+            assert run.core.status()["step"] == committed + 1
+            step = committed
+            trained = {s: groups for s, groups in trained.items() if s <= committed}
+        step += 1
+    groups = [g for s in range(18) for g in sorted(trained[s])]
+    assert len(groups) == len(set(groups)) == 36  # each prompt of the stream once
+    skipped = set(range(max(groups) + 1)) - set(groups) - set(run.core.ledger.groups)
+    assert not skipped
+    status = run.core.status()
+    assert (status["lost"], status["duplicated"]) == (0, 0)
+    assert set(status["dropped"]) <= {"stale"}  # of the branch given up: too old by then, and leased again
+    assert status["reissued"] * 2 == status["dropped"].get("stale", 0)
+    assert status["max_staleness"] <= eta

@@ -3,76 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-from collections import defaultdict
+import sys
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
+import zmq
 
-from areal_dta.batcher.core import BatcherCore
-from areal_dta.batcher.service import BatcherService, ServiceSettings
-from areal_dta.channel import AsyncRpcClient, RpcError
-from areal_dta.metrics import NullPublisher
+from areal_dta.channel import RpcError
 from areal_dta.records import Lease, pack, unpack
-from tests.unit.batcher_kit import Clock, items, settings, trajectory
+from areal_dta.wire import encode
+from tests.unit.batcher_kit import trajectory
+from tests.unit.batcher_service_kit import Harness
 
 
-class Recorder(NullPublisher):
-    def __init__(self):
-        super().__init__("batcher")
-        self.records = defaultdict(list)
-
-    def _send(self, record):
-        self.records[record.name].append(record)
-
-
-class Harness:
-    """A service and a client of it."""
-
-    def __init__(self, directory, **changes):
-        self.settings = settings(**changes)
-        self.metrics = Recorder()
-        self.directory = directory
-
-    async def __aenter__(self):
-        core = BatcherCore(self.settings, items(6), items(2), Clock())
-        shell = ServiceSettings(
-            address="tcp://127.0.0.1:0",
-            spool_dir=self.directory / "spool",
-            epoch=0,
-            trace_dir=self.directory,
-            segment_bytes=2000,
-            report_interval_s=0.0,
-            tick_s=0.02,
-        )
-        self.service = BatcherService(core, shell, self.metrics)
-        await self.service.start()
-        self.running = asyncio.create_task(self.service.run())
-        self.client = AsyncRpcClient(self.service.server.address, "w")
-        return self
-
-    async def __aexit__(self, *exc):
-        await self.client.close()
-        self.service.stop()
-        await asyncio.wait_for(self.running, 20)
-
-    async def call(self, kind, body=None, arrays=None, timeout_s=30):
-        return await self.client.call(kind, body, arrays, timeout_s=timeout_s)
-
-    async def lease(self, capacity=100, wait_s=0.0, worker="w"):
-        reply = await self.call("lease", {"worker": worker, "capacity": capacity, "wait_s": wait_s})
-        return [unpack(Lease, plain) for plain in reply.body["leases"]]
-
-    async def deliver(self, lease, **changes):
-        body, arrays = pack(trajectory(lease, **changes))
-        return (await self.call("trajectory", body, arrays)).body
-
-    async def step(self, step):
-        for lease in await self.lease():
-            assert (await self.deliver(lease))["status"] == "accepted"
-        replies = [await self.call("shard", {"rank": r, "world_size": 2, "step": step, "wait_s": 20}) for r in range(2)]
-        assert {r.body["status"] for r in replies} == {"ready"}
-        await self.call("published", {"number": step + 1, "epoch": 0})
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_waiting_requests_wake_when_what_they_wait_for_happens(tmp_path):
@@ -171,22 +119,96 @@ def test_malformed_requests_are_refused_by_field_and_bad_trajectories_by_cause(t
     asyncio.run(main())
 
 
-def test_a_full_disk_ends_the_process_and_nothing_is_acknowledged(tmp_path, monkeypatch):
+def test_acknowledgements_go_on_while_a_large_batch_is_assembled(tmp_path):
+    """A batch whose sort and copies take about a second of processor time, in the process of its own."""
+
     async def main():
-        async with Harness(tmp_path) as h:
-            lease = (await h.lease(1))[0]
+        changes = {"batch_groups": 32, "num_items": 200, "eta": 1, "small_tokens": 0, "segment_bytes": 1 << 24}
+        async with Harness(tmp_path, trace=False, **changes) as h:
+            leases = await h.lease(1000)
+            for lease in leases[:64]:
+                await h.deliver(lease, turns=60)
+            asking = asyncio.create_task(h.call("shard", {"rank": 0, "world_size": 2, "step": 0, "wait_s": 60}))
+            latencies = []
+            for lease in leases[64:]:
+                began_s = time.monotonic()
+                assert (await h.deliver(lease))["status"] == "accepted"
+                latencies.append(time.monotonic() - began_s)
+                if asking.done():
+                    break
+            assert latencies
+            assert float(np.median(latencies)) < 0.3
+            assert (await asyncio.wait_for(asking, 60)).body["status"] == "ready"
 
-            def full(fd, data):
-                raise OSError(errno.ENOSPC, "No space left on device")
+    asyncio.run(main())
 
-            monkeypatch.setattr(os, "write", full)
-            delivery = asyncio.create_task(h.deliver(lease))
-            with pytest.raises(OSError, match="No space left"):
-                await asyncio.wait_for(asyncio.shield(h.running), 20)
+
+def test_an_assembling_process_that_dies_is_replaced_once_and_then_told(tmp_path, monkeypatch):
+    async def main():
+        async with Harness(tmp_path, trace=False, small_tokens=0) as h:
+            for lease in await h.lease():
+                await h.deliver(lease)
+            monkeypatch.setattr(sys, "executable", "/bin/false")
+            with pytest.raises(RpcError, match="puts step 0 together .* died twice, exit code 1"):
+                await h.call("shard", {"rank": 0, "world_size": 2, "step": 0, "wait_s": 60})
             monkeypatch.undo()
-            delivery.cancel()  # whether the refusal still got out before the end is a matter of luck
-            (outcome,) = await asyncio.gather(delivery, return_exceptions=True)
-            assert isinstance(outcome, RpcError | asyncio.CancelledError)
+            reply = await h.call("shard", {"rank": 0, "world_size": 2, "step": 0, "wait_s": 60})
+            assert reply.body["status"] == "ready"
 
-    with pytest.raises(OSError, match="No space left"):
-        asyncio.run(main())
+    asyncio.run(main())
+
+
+def test_a_rank_that_stops_reading_blocks_nobody_and_costs_no_copies(tmp_path):
+    async def main():
+        async with Harness(tmp_path, eta=0, trace=False) as h:
+            for lease in await h.lease():
+                await h.deliver(lease, turns=300)
+            ask = {"rank": 0, "world_size": 2, "step": 0, "wait_s": 20}
+            size = sum(a.nbytes for a in (await h.call("shard", ask)).arrays.values())
+            deaf = zmq.Context.instance().socket(zmq.DEALER)
+            deaf.setsockopt(zmq.RCVHWM, 1)
+            deaf.setsockopt(zmq.LINGER, 0)
+            deaf.connect(h.service.server.address)
+            before = rss_bytes()
+            for n in range(400):
+                deaf.send_multipart(encode(f"deaf/x/{n}", "shard", ask, {}))
+            for _ in range(50):
+                assert (await h.call("shard", {**ask, "rank": 1})).body["status"] == "ready"
+            assert rss_bytes() - before < max(64 << 20, 50 * size)
+            assert 400 * size > 2 * max(64 << 20, 50 * size)  # else this shows nothing
+            deaf.close(0)
+
+    asyncio.run(main())
+
+
+def test_a_wall_clock_that_jumps_expires_nothing(tmp_path, monkeypatch):
+    async def main():
+        async with Harness(tmp_path, clock=time.monotonic, lease_timeout_s=30) as h:
+            lease = (await h.lease(1))[0]
+            for jump_s in (1e7, -1e7):
+                monkeypatch.setattr(time, "time", lambda jump_s=jump_s: 1.8e9 + jump_s)
+                await asyncio.sleep(0.1)  # several ticks
+                assert (await h.call("heartbeat", {"worker": "w", "lease_ids": [lease.lease_id]})).body["unknown"] == []
+            assert (await h.call("status")).body["rejected"] == {}
+
+    asyncio.run(main())
+
+
+def test_a_lease_request_that_is_repeated_gets_the_same_leases_also_from_a_restarted_batcher(tmp_path):
+    async def main():
+        ask = {"worker": "w", "capacity": 2, "wait_s": 0.0, "request": "r1"}
+        async with Harness(tmp_path) as h:
+            await h.call("hello", {"name": "w", "role": "worker", "pid": 1})
+            first = (await h.call("lease", ask)).body["leases"]
+            assert len(first) == 2
+            assert (await h.call("lease", ask)).body["leases"] == first
+        async with Harness(tmp_path) as h:
+            await h.call("hello", {"name": "w", "role": "worker", "pid": 1})
+            assert (await h.call("lease", ask)).body["leases"] == first
+            await h.deliver(unpack(Lease, first[0]))
+            assert (await h.call("lease", ask)).body["leases"] == first[1:]
+            other = (await h.call("lease", {**ask, "request": "r2"})).body["leases"]
+            assert not {x["lease_id"] for x in other} & {x["lease_id"] for x in first}
+            assert (await h.call("status")).body["in_flight"] == 3
+
+    asyncio.run(main())

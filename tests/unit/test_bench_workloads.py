@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from areal_dta.tree.trie import build_trie, sort_rows
-from scripts.benchlib import tree, workloads
+from scripts.benchlib import partition, tree, workloads
 from scripts.benchlib.report import UsageError
 from scripts.benchlib.workloads import Workload
 
@@ -179,11 +179,21 @@ def test_unusable_arguments_are_refused_before_torch_is_loaded() -> None:
         (("--workload", "trace"), "needs --trace FILE and --set NAME"),
         (("--dense-share", "0"), "--dense-share 0.0"),
         (("--repeats", "0"), "--repeats 0"),
+        (("--max-block-tokens", "0"), "--max-block-tokens 0"),
+        (("--activation-budget", "-1"), "--activation-budget -1"),
+        (("--seed", "-1"), "--seed -1"),
+        (("--workload", "trace", "--set", "a", "--trace", "/nowhere.npz"), "--trace /nowhere.npz is no file"),
     ):
         with pytest.raises(UsageError, match=message):
             tree.run(arguments(*words))
     with pytest.raises(argparse.ArgumentError, match="unknown mode 'fast'"):
         arguments("--modes", "auto,fast")
+    for name in ("--scale-turns", "--shared", "--dense-share"):
+        with pytest.raises(argparse.ArgumentError, match="'nan' is no finite number"):
+            arguments(name, "nan")
+    for text in ("0,5", "big", ""):
+        with pytest.raises(argparse.ArgumentError, match="is no list of whole numbers above 0"):
+            arguments("--scaling", text)
 
 
 def test_modes_are_sorted_and_default_to_all() -> None:
@@ -242,6 +252,23 @@ def test_help_names_the_commands_without_loading_them() -> None:
     )
     assert done.returncode == 0
     assert "tree" in done.stdout
+
+
+def test_a_budget_below_one_block_ends_with_one_line() -> None:
+    words = ("--workload", "grpo", "--rows", "4", "--length", "48", "--modes", "auto", "--activation-budget", "1")
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/bench.py", "tree", *words], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("bench.py tree: --activation-budget 1: dta.activation_budget=1")
+
+
+def test_a_file_that_is_no_trace_is_refused_without_advice_to_load_it_unsafely(tmp_path: Path) -> None:
+    (tmp_path / "junk.npz").write_bytes(b"no arrays here")
+    with pytest.raises(UsageError, match=r"junk.npz is not a readable npz file: its format is another"):
+        workloads.trace(tmp_path / "junk.npz", "a", 1, 10)
+    with pytest.raises(UsageError, match=r"junk.npz is not a readable npz file: its format is another"):
+        partition.recorded(tmp_path / "junk.npz", None, 1, 10, per_turn=True)
 
 
 def test_unusable_arguments_end_with_one_line_and_status_2() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 import sys
 import time
@@ -173,7 +174,26 @@ def test_a_calibration_is_reused_until_something_changes(
     file.write_text("{")
     said.clear()
     calibrated(policy, small, file, path_rows=32)
-    assert "measures anew" in said[0] and Calibration.read(file).fingerprint["max_block_tokens"] == "32"
+    assert "measuring block shapes anew" in said[0] and Calibration.read(file).fingerprint["max_block_tokens"] == "32"
+
+
+def test_a_budget_that_limits_the_measured_blocks_is_part_of_the_fingerprint(policy: MegatronPolicy) -> None:
+    kernel = kernel_for(policy.device, policy.dtype, policy.shape.head_dim)
+
+    def measured_tokens(budget: int) -> str:
+        return fingerprint(policy, replace(SETTINGS, activation_budget=budget), kernel)["measured_block_tokens"]
+
+    per_token = policy.memory_model().bytes_per_working_token
+    assert measured_tokens(0) == measured_tokens(1 << 40) == "192"
+    assert measured_tokens(math.ceil(64 * per_token)) == "64"
+
+
+def test_blocks_far_beyond_the_measured_ones_are_told(policy: MegatronPolicy, tmp_path: Path, said: list[str]) -> None:
+    file = tmp_path / "calibration.json"
+    budget = math.ceil(64 * policy.memory_model().bytes_per_working_token)
+    costs = calibrated(policy, replace(SETTINGS, activation_budget=budget), file, path_rows=32)
+    assert costs.fit["largest_block"] == 64 and costs.extrapolation(128) is None
+    assert said[-1].startswith("blocks of 192 tokens are predicted from measurements up to 64")
 
 
 def test_the_train_engine_measures_when_asked(policy: MegatronPolicy, model: Path, tmp_path: Path) -> None:

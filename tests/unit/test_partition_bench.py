@@ -68,5 +68,5 @@ def test_a_trace_gives_turns_or_whole_trajectories_of_one_set(trace):
     assert (whole["rows"], whole["row_tokens"]) == (2, 15)
     with pytest.raises(UsageError, match="set 'b' has 1 trajectories of at most 32768 tokens at 8 per task, 2 were"):
         run(*options, "--set", "b")
-    with pytest.raises(UsageError, match="is no trace"):
+    with pytest.raises(UsageError, match="is no file; give an npz"):
         run("--trace", f"{trace}.txt")

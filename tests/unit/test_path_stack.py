@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_dta.engine.stack import Frame, PathStack, PathView
-from areal_dta.tree.plan import ON_PATH, Block, OpKind, PlanSettings, WalkPlan
+from areal_dta.tree.plan import ON_PATH, Block, Op, OpKind, PlanSettings, WalkPlan
 from areal_dta.tree.planner import plan_walk
 from areal_dta.tree.schedule import TaskKind, stage_tasks
+from areal_dta.tree.stage_memory import path_reach
 from areal_dta.tree.trie import Trie, build_trie
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -55,15 +56,17 @@ class Walk:
 
     def __init__(self, trie: Trie, plan: WalkPlan) -> None:
         self.trie, self.plan = trie, plan
+        self.reach = path_reach(plan)
         self.stack = PathStack(1, 1, 1, plan.stack_rows, torch.float64, torch.device("cpu"), with_grad=True)
         self.collected = np.zeros(trie.num_tokens)  # gradients that the token's own backward found
         self.left = np.zeros(trie.num_tokens)  # gradients that other blocks left on it
 
-    def forward(self, block: Block, is_push: bool, absorbs: bool) -> Started:
-        if not is_push:
-            frames = self.stack.frames_from(block.depth) if absorbs else ()
+    def forward(self, op: Op) -> Started:
+        block = self.plan.blocks[op.block]
+        if op.kind is not OpKind.PUSH:
+            frames = self.stack.frames_from(block.depth) if op.absorbs else ()
             return Started(self.stack.view(block.depth), frames)
-        frame = self.stack.push(block.depth, block.num_tokens)
+        frame = self.stack.push(block.depth, block.num_tokens, self.reach[op.block])
         view = self.stack.view(block.depth + block.num_tokens)
         rows = torch.from_numpy(block.tokens_S.astype(np.float64))[None, :, None]
         view.write(0, block.depth, rows, -rows)
@@ -79,9 +82,8 @@ class Walk:
             self.left[path] += 1
         for frame in started.frames:
             for row in range(max(frame.depth, block.depth), min(frame.end, block.depth + block.num_tokens)):
-                assert frame.grad_k_LGSH is not None
                 token = block.tokens_S[row - block.depth]
-                self.collected[token] += float(frame.grad_k_LGSH[0, 0, row - frame.depth, 0])
+                self.collected[token] += sum(float(grad_k_GSH) for _, grad_k_GSH, _ in frame.grads(0, row, row + 1))
         self.stack.release(started.frames, block.depth)
 
 
@@ -96,7 +98,7 @@ def test_rows_stay_and_gradients_arrive_however_far_forwards_run_ahead(rows: lis
             for task in stage_tasks(plan.ops, stage, pp):
                 block = plan.blocks[task.block]
                 if task.kind is TaskKind.FORWARD:
-                    started[task.block] = walk.forward(block, task.op.kind is OpKind.PUSH, task.op.absorbs)
+                    started[task.block] = walk.forward(task.op)
                 else:
                     walk.backward(block, started[task.block])
             np.testing.assert_array_equal(walk.collected, walk.left)
@@ -121,3 +123,39 @@ def test_a_released_frame_never_grows_again() -> None:
     stack.release(early, 3)
     stack.release(late, 5)
     assert frame.num_rows == 3
+
+
+def test_a_buffer_for_a_branch_is_as_long_as_its_own_paths() -> None:
+    stack = PathStack(1, 1, 1, 100, torch.float32, torch.device("cpu"), with_grad=True)
+    stack.push(0, 50, 100)
+    stack.push(50, 50)
+    stack.push(10, 5, 20)  # runs ahead: the trunk is not released
+    assert stack.view(15).k_LGCH.shape[2] == 20
+    stack.push(15, 5)
+    assert stack.view(20).k_LGCH.shape[2] == 20
+    stack.release(stack.frames_from(10), 10)
+    stack.push(10, 60)
+    assert stack.view(70).k_LGCH.shape[2] == 70
+
+
+def test_many_small_frames_are_few_ranges_and_accumulators_grow_with_the_path() -> None:
+    stack = PathStack(1, 1, 1, 320, torch.float32, torch.device("cpu"), with_grad=True)
+    frames = []
+    for depth in range(320):
+        frames.append(stack.push(depth, 1, 320))
+        segments = {segment for frame in frames for segment in frame.segments}
+        assert sum(segment.end - segment.start for segment in segments) <= depth + 20
+    assert len(segments) <= 16
+    for depth in reversed(range(320)):
+        stack.release((frames[depth],), depth)
+    assert not any(segment.num_frames for segment in segments)
+
+
+def test_rows_that_a_later_push_takes_over_start_without_gradients() -> None:
+    stack = PathStack(1, 1, 1, 64, torch.float32, torch.device("cpu"), with_grad=True)
+    stack.push(0, 1, 64)
+    first = stack.push(1, 1, 64)
+    stack.view(2).add_grad(0, torch.ones(1, 2, 1), torch.ones(1, 2, 1))
+    stack.release((first,), 1)
+    second = stack.push(1, 1, 64)
+    assert [float(grad_k_GSH) for _, grad_k_GSH, _ in second.grads(0, 1, 2)] == [0.0]

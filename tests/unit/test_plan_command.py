@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -116,10 +117,97 @@ def test_measured_costs_are_used_and_said(trace: Path, tmp_path: Path, capsys: p
 def test_a_tighter_budget_recomputes_more(trace: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = (trace, "--model", model, "--max-block-tokens", 64)
     free = planned(capsys, *options, "--activation-budget", "1GiB")["ranks"][0]
-    tight = planned(capsys, *options, "--activation-budget", "12MiB")["ranks"][0]
+    tight = planned(capsys, *options, "--activation-budget", "10MiB")["ranks"][0]
     assert free["recomputed_tokens"] == 0 < tight["recomputed_tokens"]
     assert tight["peak_bytes"] < free["peak_bytes"]
     assert "too small" in error_of(capsys, "plan", *map(str, options), "--activation-budget", "1KiB")
+
+
+def test_kinds_beyond_the_budget_are_named_in_the_comparison(
+    trace: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (trace, "--model", model, "--max-block-tokens", 64, "--activation-budget", "11MiB", "--compare")
+    report = planned(capsys, *options)
+    assert [name for name, ranks in report["comparison"].items() if ranks is None] == ["sparse"]
+    assert "exceeds dta.activation_budget" in report["over_budget"]["sparse"]
+    assert cli.main(["plan", *map(str, options)]) == 0
+    said = capsys.readouterr().out
+    assert "sparse: exceeds the budget" in said and "rows alone" in said
+
+
+def test_pipeline_stages_have_peaks_of_their_own(trace: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (trace, "--model", model, "--max-block-tokens", 64, "--activation-budget", "1GiB")
+    whole = planned(capsys, *options)["ranks"][0]
+    staged = planned(capsys, *options, "--pp", 2)["ranks"][0]
+    assert whole["stage_peak_bytes"] == [whole["peak_bytes"]]
+    first, last = staged["stage_peak_bytes"]
+    assert last < first == staged["peak_bytes"] < whole["peak_bytes"]
+    assert whole["seconds"] / 2 < staged["seconds"] < whole["seconds"]
+    assert cli.main(["plan", *map(str, options), "--pp", "2"]) == 0
+    assert "peak of 2 stages" in capsys.readouterr().out
+
+
+def test_plans_of_any_settings_can_be_shown(trace: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (trace, "--model", model, "--plan", "classic")
+    cut, whole = planned(capsys, *options), planned(capsys, *options, "--no-cut-tail", "--order", "heavy_first")
+    assert cut["ranks"][0]["recomputed_tokens"] < whole["ranks"][0]["recomputed_tokens"]
+    assert (whole["settings"]["order"], whole["settings"]["cut_tail"]) == ("heavy_first", False)
+    rows = planned(capsys, trace, "--model", model, "--plan", "dense", "--no-leaf-merge", "--compare")
+    assert list(rows["comparison"]) == ["rows alone", "auto", "classic", "sparse", "dense"]
+    assert cli.main(["plan", *map(str, options), "--no-cut-tail"]) == 0
+    assert "plan classic (cut_tail=False)" in capsys.readouterr().out
+    assert "needs dta.plan=classic" in error_of(capsys, "plan", str(trace), "--no-cut-tail")
+
+
+def calibration(file: Path, **memory: Any) -> Path:
+    time_model = TimeModel((1e-3, 1e-6, 0, 0, 0, 0), (1e-3, 1e-6, 0, 0, 0, 0), (0, 0), (0, 0), measured=True)
+    measured = Calibration(
+        {"parallel": "dp 1 tp 1 pp 2 sequence_parallel False"}, time_model, SIZES.memory("float32"),
+        {"largest_block": 64.0},
+    ).to_dict()  # fmt: skip
+    measured["memory"] |= memory
+    file.write_text(json.dumps(measured))
+    return file
+
+
+def test_a_calibration_has_its_run_s_stages_and_tells_what_is_extrapolated(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (trace, "--calibration", calibration(tmp_path / "costs.json"))
+    report = planned(capsys, *options, "--max-block-tokens", 128)
+    assert len(report["ranks"][0]["stage_peak_bytes"]) == 2 and report["notes"] == []
+    notes = planned(capsys, *options, "--max-block-tokens", 128, "--compare")["notes"]
+    assert any(note.startswith("plan sparse: blocks of 1,7") and "up to 64" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bytes_per_working_token", 0),
+        ("bytes_per_working_token", "abc"),
+        ("bytes_per_kept_token", float("inf")),
+        ("bytes_per_kept_token", float("nan")),
+        ("bytes_fixed", -5),
+        ("bytes_fixed", True),
+    ],
+)
+def test_a_calibration_of_impossible_bytes_is_refused(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any
+) -> None:
+    file = calibration(tmp_path / "costs.json", **{name: value})
+    said = error_of(capsys, "plan", str(trace), "--calibration", str(file))
+    assert f"{file}: memory.{name} is {value!r}" in said and "dta.calibrate=true" in said
+
+
+def test_a_foreign_file_is_no_calibration_and_stays(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("[1, 2]", "{}", "no json", '{"format": 7}'):
+        (tmp_path / "mine.json").write_text(text)
+        said = error_of(capsys, "plan", str(trace), "--calibration", str(tmp_path / "mine.json"))
+        assert "mine.json" in said and "remove" not in said and "dta.calibrate=true" in said
+    said = error_of(capsys, "plan", str(trace), "--calibration", str(tmp_path / "none.json"))
+    assert "does not exist" in said and "dta.calibrate=true" in said
 
 
 class TestRows:
@@ -172,6 +260,35 @@ class TestRefused:
         (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 and no more")
         assert "not a readable npz file" in error_of(capsys, "plan", str(tmp_path / "torn.npz"))
         assert "does not exist" in error_of(capsys, "plan", str(tmp_path / "none.npz"))
+        (tmp_path / "junk.npz").write_bytes(b"neither a zip nor an array")
+        said = error_of(capsys, "plan", str(tmp_path / "junk.npz"))
+        assert "not a readable npz file" in said and "pickle" not in said
+
+    def test_files_whose_members_are_no_arrays(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "odd.npz"
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("ids", b"12")
+            archive.writestr("offsets", b"02")
+        assert "no array 'ids'" in error_of(capsys, "plan", str(file))
+        with file.open("wb") as raw:
+            np.save(raw, np.arange(3))
+        assert "not a readable npz file: it is one array" in error_of(capsys, "plan", str(file))
+        np.savez(file, ids=np.asarray([{}], object), offsets=np.asarray([0, 1]))
+        said = error_of(capsys, "plan", str(file))
+        assert "array 'ids' cannot be read: it holds Python objects" in said and "allow_pickle" not in said
+
+    def test_fields_without_episodes_are_not_offered(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = npz(tmp_path / "scalar.npz", [[1, 2], [3]], step=np.asarray(4), mood=np.asarray([1, 2]))
+        assert "give field=value; the fields are mood" in error_of(capsys, "plan", str(file), "--where", "foo")
+        assert "it has mood" in error_of(capsys, "plan", str(file), "--where", "step=4")
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("start", [[float("nan")], [[0]]])
+    def test_turns_that_are_no_flat_integers(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: list[Any]
+    ) -> None:
+        file = npz(tmp_path / "turns.npz", [[1, 2]], turn_traj=[0], turn_start=start, turn_end=[1])
+        assert f"{file}: turn_start must be a flat integer array" in error_of(capsys, "plan", str(file))
 
     @pytest.mark.parametrize(
         ("arrays", "part"),
@@ -181,6 +298,7 @@ class TestRefused:
             ({"ids": [1, 2], "offsets": [0, 1, 1, 2]}, "offsets must rise"),
             ({"ids": [1.5, 2], "offsets": [0, 2]}, "integer"),
             ({"ids": [1, -2], "offsets": [0, 2]}, "negative token id -2"),
+            ({"ids": [1, 1 << 40], "offsets": [0, 2]}, "bad.npz: token id 1099511627776 is above 2147483647"),
             ({"ids": [1, 2], "offsets": [0, 2], "turn_traj": [1], "turn_start": [0], "turn_end": [1]}, "outside its"),
             ({"ids": [1, 2], "offsets": [0, 2], "turn_traj": [0], "turn_start": [0], "turn_end": [9]}, "outside its"),
             ({"ids": [1, 2], "offsets": [0, 2], "turn_traj": [0], "turn_start": [1], "turn_end": [1]}, "no turn"),
@@ -201,6 +319,8 @@ class TestRefused:
             (["--activation-budget", "lots"], "--activation-budget='lots'"),
             (["--model", "/nowhere"], "/nowhere/config.json cannot be read"),
             (["--calibration", "/nowhere.json"], "--calibration /nowhere.json"),
+            (["--activation-budget", "1GiB"], "add --model FOLDER or --calibration FILE"),
+            (["--tp", "2"], "--tp is for estimates; add --model FOLDER"),
             (["seed=3"], "key=value is for configurations"),
         ],
     )
@@ -208,6 +328,19 @@ class TestRefused:
         self, trace: Path, options: list[str], part: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert part in error_of(capsys, "plan", str(trace), *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--tp", "4"], "--tp 4 does not divide the model's 2 key/value heads"),
+        (["--pp", "3"], "--pp 3 does not divide the model's 4 layers"),
+    ],
+)
+def test_parallel_sizes_that_do_not_divide_the_model_are_refused(
+    trace: Path, model: Path, options: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in error_of(capsys, "plan", str(trace), "--model", str(model), *options)
 
 
 def test_a_configuration_is_shown_as_a_dry_run_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +365,7 @@ def test_the_spellings_of_plans_are_the_planners() -> None:
     """They are repeated where numpy must not be loaded."""
     keys = get_type_hints(DtaConfig)
     assert get_args(PlanKind) == cli.PLANS and set(get_args(keys["plan"])) == set(get_args(PlanKind))
-    assert get_args(keys["order"]) == get_args(ChildOrder)
+    assert get_args(keys["order"]) == get_args(ChildOrder) == cli.ORDERS
     defaults = PlanSettings()
     assert all(
         getattr(DtaConfig(), f.name) == getattr(defaults, f.name) for f in fields(PlanSettings) if f.name != "kind"

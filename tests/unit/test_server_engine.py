@@ -302,7 +302,7 @@ def test_a_model_thread_that_fails_answers_everybody_and_says_why(folder: Path, 
 
     async def ask() -> Completion:
         request = GenerationRequest("r", (2, 3), SAMPLED, 1)
-        return await asyncio.wait_for(engine.submit(request), 20)
+        return await asyncio.wait_for(engine.submit(request).future, 20)
 
     engine.start()
     finish = asyncio.run(ask()).finish

@@ -8,7 +8,6 @@ import asyncio
 import errno
 import logging
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -18,7 +17,9 @@ from hypothesis import strategies as st
 
 from areal_dta.batcher import spool as spool_module
 from areal_dta.batcher.ledger import Event
-from areal_dta.batcher.spool import GroupCommit, Spool, SpoolError
+from areal_dta.batcher.spool import Spool, SpoolError
+from areal_dta.batcher.spool_commit import GroupCommit
+from areal_dta.batcher.spool_format import read_at
 
 
 def event(n: int, size: int = 3) -> Event:
@@ -37,7 +38,7 @@ def write(directory, events, **options) -> None:
 def read(directory) -> list[int]:
     spool = Spool(directory)
     try:
-        events = list(spool.replay())
+        events = [stored.event for stored in spool.replay()]
     finally:
         spool.close()
     for e in events:
@@ -105,19 +106,84 @@ def test_two_processes_cannot_share_a_spool(tmp_path):
     Spool(tmp_path).close()
 
 
-def test_strip_shrinks_closed_segments_and_keeps_order(tmp_path):
-    write(tmp_path, [event(n, size=200) for n in range(6)], segment_bytes=1500)
-    spool = Spool(tmp_path, segment_bytes=1500)
+def numbered(n: int, size: int = 200) -> Event:
+    return Event("traj", {"n": n, "group_id": n, "sample": 0}, {"x": np.full(size, n, np.int32)})
+
+
+def filled(directory, count: int) -> tuple[Spool, dict]:
+    """A spool of small segments with `count` events, and their places."""
+    spool = Spool(directory, segment_bytes=1500)
     list(spool.replay())
-    num_segments = len(spool.segments())
-    saved = spool.strip(lambda e: Event(e.kind, e.body) if e.body["n"] != 1 else None)
-    assert saved > 1000
-    assert spool.strip(lambda e: None) == 0
+    places = {}
+    for n in range(count):
+        spool.append(numbered(n), (n, 0))
+        places.update(spool.flush())
+    return spool, places
+
+
+def test_what_was_written_is_read_at_its_place(tmp_path):
+    spool, places = filled(tmp_path, 6)
+    assert [read_at(tmp_path, places[n, 0]).body["n"] for n in range(6)] == list(range(6))
     spool.close()
-    assert len(list(tmp_path.glob("*.log"))) == num_segments
-    assert read(tmp_path) == list(range(6))
     spool = Spool(tmp_path)
-    assert [len(e.arrays) for e in spool.replay()][:3] == [0, 1, 0]
+    assert {(s.event.body["n"], 0): s.place for s in spool.replay()} == places
+    spool.close()
+    path = tmp_path / places[2, 0].segment
+    data = bytearray(path.read_bytes())
+    data[places[2, 0].offset + 20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SpoolError, match="is damaged at byte"):
+        read_at(tmp_path, places[2, 0])
+
+
+def compacted(directory):
+    spool, places = filled(directory, 10)
+    spool.roll()
+    spool.append(numbered(10), (10, 0))
+    spool.flush()
+    before = spool.size_bytes
+    moved = spool.compact(Event("snapshot", {"state": 1}), {key: places[key] for key in [(3, 0), (8, 0)]})
+    return spool, moved, before
+
+
+def test_compaction_leaves_a_snapshot_what_is_needed_and_what_came_later(tmp_path):
+    spool, moved, before = compacted(tmp_path)
+    assert spool.size_bytes < before / 2
+    assert spool.size_bytes == sum(p.stat().st_size for p in tmp_path.glob("*.log"))
+    assert {key: read_at(tmp_path, place).body["n"] for key, place in moved.items()} == {(3, 0): 3, (8, 0): 8}
+    spool.append(numbered(11), (11, 0))
+    spool.close()
+    spool = Spool(tmp_path)
+    events = [s.event for s in spool.replay()]
+    assert [(e.kind, e.body.get("n")) for e in events] == [
+        ("snapshot", None),
+        ("held", 3),
+        ("held", 8),
+        ("traj", 10),
+        ("traj", 11),
+    ]
+    assert spool.size_bytes == sum(p.stat().st_size for p in tmp_path.glob("*.log"))
+    spool.close()
+
+
+@pytest.mark.parametrize("killed_at", ["before the rename", "after the rename"])
+def test_a_kill_during_compaction_leaves_the_old_log_or_the_new_one(tmp_path, monkeypatch, killed_at):
+    class Killed(BaseException):
+        pass
+
+    def kill(*args, **kwargs):
+        raise Killed
+
+    monkeypatch.setattr(type(tmp_path), "replace" if killed_at == "before the rename" else "unlink", kill)
+    with pytest.raises(Killed):
+        compacted(tmp_path)
+    monkeypatch.undo()
+    for lock in list(tmp_path.glob("lock")):
+        lock.unlink()  # of the process that is no more
+    spool = Spool(tmp_path)
+    kinds = [s.event.kind for s in spool.replay()]
+    assert kinds == (["traj"] * 11 if killed_at == "before the rename" else ["snapshot", "held", "held", "traj"])
+    assert spool.size_bytes == sum(p.stat().st_size for p in tmp_path.glob("*.log"))
     spool.close()
 
 
@@ -149,33 +215,51 @@ def test_group_commit_shares_one_fsync_and_answers_after_it(tmp_path, monkeypatc
     assert read(tmp_path) == list(range(22))
 
 
-def test_a_full_disk_fails_the_waiters_and_everyone_after(tmp_path, monkeypatch):
+@pytest.mark.parametrize("failing", ["writev", "fsync", "write"])
+def test_a_full_disk_is_waited_out_with_nothing_torn_left_behind(tmp_path, monkeypatch, failing):
+    real = getattr(os, failing)
+
+    def full(fd, *args):
+        if failing == "writev":
+            real(fd, [memoryview(args[0][0])[:3]])  # what still fits
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main():
+        commit = GroupCommit(Spool(tmp_path), retry_s=0.01)
+        if failing != "write":  # that one fails at the start of a segment
+            commit.append(event(0))
+            await commit.durable()
+        monkeypatch.setattr(os, failing, full)
+        commit.append(event(1))
+        first = asyncio.create_task(commit.durable())
+        async with asyncio.timeout(20):
+            while commit.full is None:
+                await asyncio.sleep(0)
+        commit.append(event(2))
+        second = asyncio.create_task(commit.durable())
+        await asyncio.sleep(0.05)
+        assert not first.done() and not second.done() and commit.failure is None
+        monkeypatch.setattr(os, failing, real)
+        async with asyncio.timeout(20):
+            await asyncio.gather(first, second)
+        assert commit.full is None
+        await commit.close()
+
+    asyncio.run(main())
+    assert read(tmp_path) == ([0, 1, 2] if failing != "write" else [1, 2])
+
+
+def test_a_broken_disk_fails_the_waiters_and_everyone_after(tmp_path, monkeypatch):
     async def main():
         commit = GroupCommit(Spool(tmp_path))
 
-        def full(fd, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
+        def broken(fd, data):
+            raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(os, "write", full)
+        monkeypatch.setattr(os, "writev", broken)
         commit.append(event(0))
-        with pytest.raises(OSError, match="No space left"):
-            await asyncio.wait_for(commit.durable(), 5)
-        with pytest.raises(OSError, match="No space left"):
-            await asyncio.wait_for(commit.durable(), 5)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                await asyncio.wait_for(commit.durable(), 5)
 
     asyncio.run(main())
-
-
-def test_two_strips_at_once_leave_a_readable_spool(tmp_path):
-    for trial in range(20):
-        directory = tmp_path / str(trial)
-        write(directory, [event(n, size=200) for n in range(30)], segment_bytes=1000)
-        spool = Spool(directory, segment_bytes=1000)
-        reducers = [lambda e: Event(e.kind, e.body), lambda e: Event(e.kind, e.body) if e.body["n"] % 2 else None]
-        threads = [threading.Thread(target=spool.strip, args=(reduce,)) for reduce in reducers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        spool.close()
-        assert read(directory) == list(range(30))

@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,9 +21,10 @@ from areal_dta import metrics
 from areal_dta.config import load_run_config
 from areal_dta.nn import DecoderConfig, UnsupportedModel, WeightsMismatch, load_decoder
 from areal_dta.records import LaunchPlan
-from areal_dta.rollout.server.api import ServerApi
+from areal_dta.rollout.server.api import ApiSettings, ServerApi
+from areal_dta.rollout.server.control_api import WHILE_RELEASED
 from areal_dta.rollout.server.engine import Engine
-from areal_dta.rollout.server.protocol import Limits
+from areal_dta.rollout.server.sampling_fields import Limits
 from areal_dta.rollout.server.scheduler import SchedulerLimits
 from areal_dta.rollout.server.tokenizer import load_codec
 from areal_dta.weights import TornWeights, read_manifest, verify
@@ -45,12 +46,11 @@ class ServerSettings:
     dtype: str
     limits: SchedulerLimits
     initial_version: str | None = None  # None: from the folder's manifest, else "default"
-    api_key: str | None = None
+    api: ApiSettings = field(default_factory=ApiSettings)
     metrics_address: str | None = None
     report_interval_s: float = 1.0
     threads: int = 1
     seed: int | None = None
-    request_timeout_s: float = 3600.0
     stop_timeout_s: float = 10.0
 
 
@@ -71,12 +71,11 @@ def settings_from_run(run_dir: Path, index: int) -> ServerSettings:
         dtype=config.actor.dtype,
         limits=SchedulerLimits(config.embedded.max_batch, config.embedded.max_total_tokens),
         initial_version=f"{plan.epoch}:0",
-        api_key=plan.api_key,
+        api=ApiSettings(plan.api_key, config.rollout.request_timeout),
         metrics_address=plan.metrics,
         report_interval_s=config.telemetry.interval_s,
         threads=config.embedded.threads,
         seed=config.seed * 1009 + index,
-        request_timeout_s=config.rollout.request_timeout,
         stop_timeout_s=config.runtime.stop_timeout_s,
     )
 
@@ -97,12 +96,23 @@ def parse_args(argv: list[str] | None = None) -> ServerSettings:
     parser.add_argument("--max-prefill-tokens", type=int, default=defaults.max_prefill_tokens)
     parser.add_argument("--seed", type=int, help="makes seeds of requests without one reproducible")
     parser.add_argument("--request-timeout-s", type=float, default=3600.0)
+    parser.add_argument("--max-waiting", type=int, default=ApiSettings.max_waiting, help="more requests are refused")
+    parser.add_argument("--max-body-bytes", type=int, default=ApiSettings.max_body_bytes)
+    parser.add_argument(
+        "--while-released", choices=WHILE_RELEASED, default="wait", help="requests while the KV memory is given back"
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        choices=["none", "qwen3"],
+        default="none",
+        help="splits <think>...</think> off chat replies",
+    )
     args = parser.parse_args(argv)
     if (args.run is None) == (args.model is None):
         parser.error("give either --run RUN or --model PATH")
     if args.run is not None:
         return settings_from_run(args.run, args.index)
-    for name in ("threads", "max_batch", "max_total_tokens", "max_prefill_tokens"):
+    for name in ("threads", "max_batch", "max_total_tokens", "max_prefill_tokens", "max_waiting", "max_body_bytes"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     return ServerSettings(
@@ -112,10 +122,16 @@ def parse_args(argv: list[str] | None = None) -> ServerSettings:
         port=args.port,
         dtype=args.dtype,
         limits=SchedulerLimits(args.max_batch, args.max_total_tokens, args.max_prefill_tokens),
-        api_key=args.api_key,
+        api=ApiSettings(
+            args.api_key,
+            args.request_timeout_s,
+            args.max_body_bytes,
+            args.max_waiting,
+            args.while_released,
+            args.reasoning_parser != "none",
+        ),
         threads=args.threads,
         seed=args.seed,
-        request_timeout_s=args.request_timeout_s,
     )
 
 
@@ -139,10 +155,7 @@ def build(settings: ServerSettings, publisher: metrics.Publisher) -> tuple[Engin
         settings.threads,
     )
     limits = Limits(engine.max_sequence_tokens, config.vocab_size, seed=settings.seed)
-    api = ServerApi(
-        engine, codec, limits, model, publisher, settings.api_key, request_timeout_s=settings.request_timeout_s
-    )
-    return engine, api
+    return engine, ServerApi(engine, codec, limits, model, publisher, settings.api)
 
 
 async def serve(settings: ServerSettings, publisher: metrics.Publisher) -> int:
@@ -173,6 +186,7 @@ async def serve(settings: ServerSettings, publisher: metrics.Publisher) -> int:
     await site.stop()
     await asyncio.to_thread(engine.stop, settings.stop_timeout_s)
     await runner.cleanup()
+    await api.close()
     return 0 if engine.error is None else 1
 
 

@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
 from areal_dta.metrics import Publisher
-from areal_dta.nn import WeightsMismatch
 from areal_dta.rollout.server.chat_api import ChatApi
-from areal_dta.rollout.server.engine import PAUSE_MODES, Engine, EngineDead
+from areal_dta.rollout.server.control_api import ControlApi
+from areal_dta.rollout.server.engine import Engine
 from areal_dta.rollout.server.errors import ApiError
-from areal_dta.rollout.server.http import guard, json_response, read_json
-from areal_dta.rollout.server.protocol import Limits, check_fields, completion_json, parse_generate
-from areal_dta.rollout.server.sequence import Completion, GenerationRequest
+from areal_dta.rollout.server.exposition import CONTENT_TYPE
+from areal_dta.rollout.server.front import Front
+from areal_dta.rollout.server.http import event_stream, guard, json_response, read_json
+from areal_dta.rollout.server.prometheus import render_metrics
+from areal_dta.rollout.server.protocol import GenerateBody, parse_generate
+from areal_dta.rollout.server.sampling_fields import Limits
+from areal_dta.rollout.server.sequence import Completion, TokenLogprobs
+from areal_dta.rollout.server.text_stream import TextStream
+from areal_dta.rollout.server.ticket import EngineDead
 from areal_dta.rollout.server.tokenizer import TextCodec
-from areal_dta.weights import TornWeights
+from areal_dta.rollout.server.weights_api import WeightsApi
 
-__all__ = ["ServerApi"]
+__all__ = ["ApiSettings", "ServerApi"]
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
 HEALTH_TIMEOUT_S = 20.0
-_SERIAL_FIELDS = ("model_path", "weight_version", "abort_all_requests", "flush_cache")
-_UPDATE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "load_format": (None, "auto", "safetensors"),
-    "is_async": (None, False),
-    "keep_pause": (None, True, False),
-    "recapture_cuda_graph": (None, False),
-    "token_step": (None, 0),
-}
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """``while_released``: what requests do while the KV memory is given back; ``reasoning``: chat replies are split at
+    ``</think>`` unless a request says otherwise."""
+
+    api_key: str | None = None
+    request_timeout_s: float = 3600.0
+    max_body_bytes: int = 64 << 20
+    max_waiting: int = 8192
+    while_released: str = "wait"
+    reasoning: bool = False
 
 
 class ServerApi:
@@ -48,102 +57,77 @@ class ServerApi:
         limits: Limits,
         model_path: Path,
         publisher: Publisher,
-        api_key: str | None = None,
-        request_timeout_s: float = 3600.0,
-        max_body_bytes: int = 64 << 20,
-        max_waiting: int = 8192,
+        settings: ApiSettings = ApiSettings(),
     ) -> None:
         self._engine = engine
         self._codec = codec
         self._limits = limits
-        self._model_path = model_path
-        self._publisher = publisher
-        self._request_timeout_s = request_timeout_s
-        self._max_waiting = max_waiting
-        self._update_lock = asyncio.Lock()
+        self._front = Front(engine, settings.request_timeout_s, settings.max_waiting)
+        self._settings = settings
         self.instance = uuid.uuid4().hex  # a restarted server is another instance, which the router must notice
-        chat = ChatApi(codec, limits, model_path.name, self.run_all)
+        self._chat = ChatApi(codec, limits, model_path.name, self._front, settings.reasoning, engine.config)
+        control = ControlApi(self._front, settings.while_released)
+        self._weights = WeightsApi(self._front, model_path, publisher)
         self.app = web.Application(
-            client_max_size=max_body_bytes, middlewares=[guard(api_key, {"X-Server-Instance": self.instance})]
+            client_max_size=settings.max_body_bytes,
+            middlewares=[guard(settings.api_key, {"X-Server-Instance": self.instance})],
         )
         post, get = self.app.router.add_post, self.app.router.add_get
         get("/health", self.health)
         get("/health_generate", self.health_generate)
+        get("/metrics", self.metrics)
         for path in ("/get_server_info", "/server_info"):
             get(path, self.server_info)
         for path in ("/get_model_info", "/model_info"):
             get(path, self.model_info)
-        get("/v1/models", chat.models)
-        post("/v1/chat/completions", chat.complete)
+        get("/v1/models", self._chat.models)
+        post("/v1/chat/completions", self._chat.complete)
         post("/generate", self.generate)
-        post("/pause_generation", self.pause)
-        post("/continue_generation", self.resume)
-        post("/abort_request", self.abort)
-        post("/flush_cache", self.flush)
-        get("/flush_cache", self.flush)
-        post("/update_weights_from_disk", self.update_from_disk)
+        control.add_routes(self.app.router)
+        self._weights.add_routes(self.app.router)
 
-    async def _on_model_thread(self, future: Future[T], what: str) -> T:
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._request_timeout_s)
-        except TimeoutError as error:
-            raise ApiError(f"{what} did not happen within {self._request_timeout_s} s", 504, "timeout") from error
+    async def close(self) -> None:
+        await self._weights.close()
 
-    async def run_all(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Generate for all requests; if the caller goes away or time runs out, what still runs is aborted."""
-        load = self._engine.load()
-        if load["num_waiting"] + len(requests) > self._max_waiting:
-            raise ApiError(
-                f"{load['num_waiting']} requests are waiting already, at most {self._max_waiting}; retry later",
-                503,
-                "busy",
-            )
-        try:
-            futures = [self._engine.submit(r) for r in requests]
-        except EngineDead as error:
-            raise ApiError(str(error), 503, "unavailable") from error
-        try:
-            done = await asyncio.wait_for(asyncio.gather(*futures), self._request_timeout_s)
-        except TimeoutError as error:
-            self._abandon(requests)
-            raise ApiError(
-                f"no answer within request_timeout_s={self._request_timeout_s}"
-                + (" (generation is paused)" if self._engine.paused else ""),
-                504,
-                "timeout",
-            ) from error
-        except asyncio.CancelledError:
-            self._abandon(requests)
-            raise
-        failed = next((c for c in done if c.finish.kind == "error"), None)
-        if failed is not None:
-            status = 503 if self._engine.error is None else 500
-            raise ApiError(failed.finish.message or "the server failed", status, "unavailable")
-        return done
-
-    def _abandon(self, requests: Sequence[GenerationRequest]) -> None:
-        try:
-            for rid in {r.rid for r in requests}:
-                self._engine.abort(rid)
-        except EngineDead:
-            log.info("the engine stopped before %d abandoned requests could be aborted", len(requests))
-
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request)
-        tokenize = self._codec.encode if self._codec else None
-        requests, as_list, return_logprob = parse_generate(body, self._limits, tokenize)
-        done = await self.run_all(requests)
-        answers = [completion_json(c, self._text(c), return_logprob) for c in done]
-        return json_response(answers if as_list else answers[0])
+        parsed = parse_generate(body, self._limits, self._codec.encode if self._codec else None)
+        if parsed.stream:
+            return await event_stream(request, self._events(parsed))
+        done = await self._front.run_all(parsed.requests)
+        answers = [self._answer(parsed, c) for c in done]
+        return json_response(answers if parsed.as_list else answers[0])
+
+    def _answer(self, parsed: GenerateBody, completion: Completion) -> dict[str, Any]:
+        return parsed.answer(completion, self._text(completion), self._spell(), completion.output)
+
+    def _spell(self) -> Any:
+        return None if self._codec is None else self._codec.token_text
 
     def _text(self, completion: Completion) -> str:
         if self._codec is None:
             return ""
-        text = self._codec.decode(completion.output_ids, completion.request.sampling.skip_special_tokens)
+        sampling = completion.request.sampling
+        text = self._codec.decode(completion.output_ids, sampling.skip_special_tokens)
         matched = completion.finish.matched
-        if isinstance(matched, str) and matched in text:
+        if isinstance(matched, str) and matched in text and not sampling.no_stop_trim:
             text = text[: text.index(matched)]
         return text
+
+    async def _events(self, parsed: GenerateBody) -> AsyncGenerator[dict[str, Any]]:
+        """SGLang's stream: every event has all text and tokens so far, or with ``incremental`` the new ones only."""
+        states = [_GenerateStream(self._codec, parsed, i) for i in range(len(parsed.requests))]
+        async with contextlib.aclosing(self._front.stream(parsed.requests)) as stream:
+            async for index, progress in stream:
+                state = states[index]
+                text, output = state.take(progress.new, progress.done)
+                if progress.done is None:
+                    event = parsed.piece(
+                        parsed.requests[index], text, self._spell(), output, state.num_output, progress.cached_tokens
+                    )
+                else:
+                    event = parsed.answer(progress.done, text, self._spell(), output)
+                yield {**event, "index": index} if parsed.as_list else event
 
     async def health(self, request: web.Request) -> web.Response:
         if not self._engine.alive:
@@ -151,93 +135,78 @@ class ServerApi:
         return json_response({"status": "ok", "weight_version": self._engine.version})
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """Healthy only if a token can be generated now; while paused, that the model thread answers."""
+        """Healthy only if a token can be generated now; while paused or released, that the model thread answers."""
         try:
-            if self._engine.paused:
+            if self._engine.paused or self._engine.released:
                 await asyncio.wait_for(asyncio.wrap_future(self._engine.call(lambda: None)), HEALTH_TIMEOUT_S)
             else:
-                probe, _, _ = parse_generate(
+                probe = parse_generate(
                     {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}, self._limits, None
                 )
-                await asyncio.wait_for(self.run_all(probe), HEALTH_TIMEOUT_S)
+                await asyncio.wait_for(self._front.run_all(probe.requests), HEALTH_TIMEOUT_S)
         except (TimeoutError, EngineDead) as error:
             raise ApiError(f"no token within {HEALTH_TIMEOUT_S} s ({error})", 503, "unhealthy") from error
         return json_response({"status": "ok", "weight_version": self._engine.version})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        text = render_metrics(self._engine, self._front, self._chat)
+        return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def server_info(self, request: web.Request) -> web.Response:
         config = self._engine.config
         return json_response(
             {
-                "model_path": str(self._model_path),
+                "model_path": str(self._weights.model_path),
                 "weight_version": self._engine.version,
                 "paused": self._engine.paused,
+                "memory_released": self._engine.released is not None,
                 "instance": self.instance,
                 "dtype": str(self._engine.dtype).removeprefix("torch."),
                 "context_length": self._engine.max_sequence_tokens,
+                "max_waiting": self._settings.max_waiting,
+                "max_body_bytes": self._settings.max_body_bytes,
                 "family": config.family,
                 "internal_states": [self._engine.load()],
             }
         )
 
     async def model_info(self, request: web.Request) -> web.Response:
+        path = str(self._weights.model_path)
         return json_response(
             {
-                "model_path": str(self._model_path),
-                "tokenizer_path": str(self._model_path),
+                "model_path": path,
+                "tokenizer_path": path,
                 "is_generation": True,
                 "weight_version": self._engine.version,
                 "model_type": self._engine.config.family,
             }
         )
 
-    async def pause(self, request: web.Request) -> web.Response:
-        body = await read_json(request, allow_empty=True)
-        check_fields(body, ("mode",), {}, "body")
-        mode = body.get("mode") or "abort"
-        if mode not in PAUSE_MODES:
-            raise ApiError(f"mode {mode!r:.60} is none of {', '.join(PAUSE_MODES)}")
-        count = await self._on_model_thread(self._engine.pause(mode), "the pause")
-        return json_response({"status": "ok", "message": f"Generation paused ({mode}).", "num_paused_requests": count})
 
-    async def resume(self, request: web.Request) -> web.Response:
-        await self._on_model_thread(self._engine.resume(), "the continuation")
-        return json_response({"status": "ok", "message": "Generation continued."})
+class _GenerateStream:
+    """Text and tokens of one streamed request."""
 
-    async def abort(self, request: web.Request) -> web.Response:
-        body = await read_json(request, allow_empty=True)
-        check_fields(body, ("rid", "abort_all"), {"abort_message": (None, "")}, "body")
-        rid, abort_all = body.get("rid") or None, bool(body.get("abort_all"))
-        if not abort_all and not isinstance(rid, str):
-            raise ApiError("send rid (a string) or abort_all=true")
-        count = await self._on_model_thread(self._engine.abort(None if abort_all else rid), "the abort")
-        return json_response({"success": True, "num_aborted": count})
+    def __init__(self, codec: TextCodec | None, parsed: GenerateBody, index: int) -> None:
+        sampling = parsed.requests[index].sampling
+        self._trim = not sampling.no_stop_trim
+        self._incremental = parsed.incremental
+        self._text = ""
+        self._output: list[TokenLogprobs] = []
+        self.num_output = 0
+        self._stream: TextStream | None = None
+        if codec is not None:
+            skip = sampling.skip_special_tokens
+            self._stream = TextStream(lambda ids: codec.decode(ids, skip), sampling.stop if self._trim else ())
 
-    async def flush(self, request: web.Request) -> web.Response:
-        if not await self._on_model_thread(self._engine.flush(), "the flush"):
-            raise ApiError("requests are running or waiting; abort them or flush later", 400, "busy")
-        return json_response({"success": True, "message": "Cache flushed."})
-
-    async def update_from_disk(self, request: web.Request) -> web.Response:
-        """Read and verify on a helper thread while generation goes on, then swap between two steps."""
-        body = await read_json(request)
-        check_fields(body, _SERIAL_FIELDS, _UPDATE_NEUTRAL, "body")
-        path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str) or not path:
-            raise ApiError(f"model_path must be a folder, got {path!r:.80}")
-        if version is not None and (not isinstance(version, str) or not version):
-            raise ApiError(f"weight_version must be a non-empty string, got {version!r:.60}")
-        folder = Path(path)
-        async with self._update_lock:
-            try:
-                with self._publisher.span("time/server_update"):
-                    update = await asyncio.to_thread(self._engine.read_update, folder, version)
-                    count = await self._on_model_thread(
-                        self._engine.apply_update(update, bool(body.get("abort_all_requests"))), "the weight swap"
-                    )
-            except (TornWeights, WeightsMismatch, ValueError, OSError) as error:
-                log.warning("weights %s refused: %s", path, error)
-                message = f"refused, version {self._engine.version} keeps serving: {error}"
-                return json_response({"success": False, "message": message, "num_paused_requests": 0}, 400)
-        self._model_path = folder
-        answer = {"success": True, "message": "Weights updated.", "num_paused_requests": count}
-        return json_response({**answer, "weight_version": update.version})
+    def take(self, new: tuple[TokenLogprobs, ...], done: Completion | None) -> tuple[str, list[TokenLogprobs]]:
+        """(text, tokens) to be sent."""
+        text = "" if self._stream is None else self._stream.push(t.token for t in new)
+        if done is not None and self._stream is not None:
+            matched = done.finish.matched
+            text += self._stream.finish(matched if isinstance(matched, str) and self._trim else None)
+        self.num_output += len(new)
+        if self._incremental:
+            return text, list(new)
+        self._text += text
+        self._output.extend(new)
+        return self._text, self._output

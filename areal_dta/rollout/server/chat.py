@@ -131,10 +131,10 @@ def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
 class ReplyParser:
     """Splits a growing reply into thought, text and tool calls; the pieces do not depend on how it was cut.
 
-    Formats: ``<tool_call>{"name", "arguments"}</tool_call>`` (Hermes, Qwen 2.5 and 3) and, with ``reasoning``, a leading
-    ``<think>...</think>``; ``in_thought`` when the prompt has opened it already. A thought is not searched for calls. A
-    block that is not such JSON stays in the text and is listed as malformed: nothing is dropped silently. With neither
-    tools nor reasoning the text passes as it is, else the white space around text and thought is trimmed.
+    Formats: ``<tool_call>{"name", "arguments"}</tool_call>`` (Hermes, Qwen 2.5 and 3) and, with ``reasoning``, a
+    leading ``<think>...</think>``; ``in_thought`` when the prompt has opened it already. A thought is not searched for
+    calls. A block that is not such JSON stays in the text and is listed as malformed: nothing is dropped silently. With
+    neither tools nor reasoning the text passes as it is, else the white space around text and thought is trimmed.
     """
 
     def __init__(self, tools: bool, reasoning: bool = False, in_thought: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Token ids of finished chat turns, so that the next turn of a conversation extends them instead of re-tokenising.
 
-Text that is tokenised again need not give the tokens that the model wrote; a trainer would then learn from a prompt that
-was never seen. Conversations are recognised by their messages, the reply exactly as this server returned it.
+Text that is tokenised again need not give the tokens that the model wrote; a trainer would then learn from a prompt
+that was never seen. Conversations are recognised by their messages, the reply exactly as this server returned it.
 """
 
 from __future__ import annotations

@@ -133,7 +133,9 @@ class Engine:
         """Queue a request; the answer arrives on the calling loop, there also ``put`` gets every new token. Cancelling
         the future aborts nothing: `abandon` does. Raises MemoryReleased or EngineDead."""
         if self._released == "refuse":
-            raise MemoryReleased("the KV memory is released; call /resume_memory_occupation or send it to another server")
+            raise MemoryReleased(
+                "the KV memory is released; call /resume_memory_occupation or send it to another server"
+            )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
 

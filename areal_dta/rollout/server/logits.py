@@ -39,8 +39,9 @@ def adjust(logits_RV: torch.Tensor, ready: Sequence[Request]) -> torch.Tensor:
     return logits_RV
 
 
-def draw_tokens(ready: Sequence[Request], logits_RV: torch.Tensor) -> list[TokenLogprobs]:
-    """The next token of every request with the log-probs it asked for; overwrites ``logits_RV``."""
+def draw_tokens(ready: Sequence[Request], logits_RV: torch.Tensor) -> list[TokenLogprobs | None]:
+    """The next token of every request with the log-probs it asked for, None where its constraint allows no token;
+    overwrites ``logits_RV``."""
     logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
     wants = [seq.request.wants for seq in ready]
     raw_rows = [i for i, w in enumerate(wants) if w.raw]
@@ -50,8 +51,11 @@ def draw_tokens(ready: Sequence[Request], logits_RV: torch.Tensor) -> list[Token
     drawn = draw(adjust(logits_RV, ready), rows, allowed)
     tokens, logprobs = drawn.tokens_B.tolist(), drawn.logprobs().tolist()
     sampling = drawn.sampling_logprobs().tolist() if any(w.sampling for w in wants) else []
-    out: list[TokenLogprobs] = []
+    out: list[TokenLogprobs | None] = []
     for i, want in enumerate(wants):
+        if i in drawn.stuck:
+            out.append(None)
+            continue
         raw = float(raw_logprobs_RV[raw_rows.index(i), tokens[i]]) if want.raw else None
         top = top_logprobs(drawn.scaled_BV[i : i + 1], want.top)[0] if want.top else ()
         out.append(TokenLogprobs(tokens[i], logprobs[i], raw, sampling[i] if want.sampling else None, top))

@@ -2,147 +2,123 @@
 
 from __future__ import annotations
 
-import difflib
-import random
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from areal_dta.rollout.server.errors import ApiError
-from areal_dta.rollout.server.sequence import Completion, GenerationRequest, SamplingParams
+from areal_dta.rollout.server.fields import check_fields, integer, token_ids, typed
+from areal_dta.rollout.server.sampling_fields import Limits, parse_sampling
+from areal_dta.rollout.server.sequence import (
+    Completion,
+    GenerationRequest,
+    LogprobWants,
+    SamplingParams,
+    TokenLogprobs,
+    VersionSpan,
+)
 
-__all__ = ["ApiError", "Limits", "completion_json", "parse_generate", "parse_sampling"]
+__all__ = ["GenerateBody", "make_requests", "parse_generate", "spans_json"]
 
-MAX_SEED = (1 << 63) - 1
-
-
-class Limits:
-    """What a server accepts: longest sequence, vocabulary, prompts per body, and where seeds come from."""
-
-    def __init__(self, max_tokens: int, vocab_size: int, max_prompts: int = 1024, seed: int | None = None) -> None:
-        self.max_tokens = max_tokens
-        self.vocab_size = vocab_size
-        self.max_prompts = max_prompts
-        self._seeds = random.Random(seed)
-
-    def draw_seed(self) -> int:
-        """Seed of a request that brings none: the server's own sequence, reproducible for a fixed arrival order."""
-        return self._seeds.getrandbits(63)
-
-
+MAX_TOP_LOGPROBS = 128
 # Fields of /generate: those used, and those known to SGLang's clients that are accepted with a neutral value only.
-_GENERATE = ("input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "rid", "stream")
+_GENERATE = (
+    "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "rid", "stream",
+    "incremental_streaming_output", "top_logprobs_num", "return_text_in_logprobs", "return_raw_logprob",
+    "return_sampling_logprob",
+)  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "image_data": (None, [], ""),
-    "top_logprobs_num": (None, 0),
-    "return_text_in_logprobs": (None, False),
+    "token_ids_logprob": (None, []),
     "return_hidden_states": (None, False),
     "lora_path": (None, ""),
     "log_metrics": (None, True, False),
-    "stream": (None, False),
     "return_routed_experts": (None, False),
 }
-_SAMPLING = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "frequency_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "sampling_seed",
-    "n",
-)
-_NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "min_p": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "spaces_between_special_tokens": (None, True),
-    "no_stop_trim": (None, True, False),
-}
 
 
-def check_fields(
-    body: Mapping[str, Any], known: Sequence[str], neutral: Mapping[str, tuple[Any, ...]], where: str
-) -> None:
-    """Refuse unknown names and features that are known but not offered."""
-    for name, value in body.items():
-        if name in neutral:
-            if not any(value is v or value == v for v in neutral[name]):
-                raise ApiError(f"{where}.{name}={value!r:.60} is not supported by this server; leave it out")
-        elif name not in known:
-            close = difflib.get_close_matches(name, [*known, *neutral], 1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
-            raise ApiError(f"unknown field {where}.{name}{hint}")
+@dataclass(frozen=True)
+class GenerateBody:
+    """A /generate body, read. ``incremental``: a stream's events hold what is new instead of all so far."""
+
+    requests: tuple[GenerationRequest, ...]
+    as_list: bool
+    stream: bool
+    incremental: bool
+    return_logprob: bool
+    return_text: bool
+
+    def answer(
+        self, c: Completion, text: str, token_text: Callable[[int], str] | None, output: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        """One answer, or with ``output`` in place of the whole one piece of a stream."""
+        meta = self._meta(c.request, output, c.cached_tokens, token_text)
+        meta |= {
+            "finish_reason": c.finish.to_json(len(c.output)),
+            "completion_tokens": len(c.output),
+            "weight_version": c.weight_version,
+            "weight_versions": spans_json(c.spans),
+            "e2e_latency": c.latency_s,
+            "time_to_first_token": c.ttft_s,
+        }
+        if self.return_logprob:
+            spell = token_text if self.return_text else None
+            meta["input_token_logprobs"] = [[lp, token, _spell(token, spell)] for lp, token in c.input_logprobs]
+            if c.request.wants.top:
+                meta["input_top_logprobs"] = [None if top is None else _top(top, spell) for top in c.input_top]
+        return {"text": text, "output_ids": [t.token for t in output], "meta_info": meta}
+
+    def piece(
+        self,
+        request: GenerationRequest,
+        text: str,
+        token_text: Callable[[int], str] | None,
+        output: Sequence[TokenLogprobs],
+        num_output: int,
+        cached_tokens: int,
+    ) -> dict[str, Any]:
+        """What a stream says before the end: no finish reason, no versions yet."""
+        meta = self._meta(request, output, cached_tokens, token_text)
+        meta |= {"finish_reason": None, "completion_tokens": num_output}
+        return {"text": text, "output_ids": [t.token for t in output], "meta_info": meta}
+
+    def _meta(
+        self,
+        request: GenerationRequest,
+        output: Sequence[TokenLogprobs],
+        cached_tokens: int,
+        token_text: Callable[[int], str] | None,
+    ) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "prompt_tokens": len(request.input_ids),
+            "cached_tokens": cached_tokens,
+            "sampling_seed": request.seed,
+        }
+        if not self.return_logprob:
+            return meta
+        spell = token_text if self.return_text else None
+        meta["output_token_logprobs"] = [[t.logprob, t.token, _spell(t.token, spell)] for t in output]
+        if request.wants.top:
+            meta["output_top_logprobs"] = [_top(t.top, spell) for t in output]
+        if request.wants.raw:
+            meta["output_token_raw_logprobs"] = [t.raw for t in output]
+        if request.wants.sampling:
+            meta["output_token_sampling_logprobs"] = [t.sampling for t in output]
+        return meta
 
 
-def _typed(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
-    if isinstance(value, bool) and kind is not bool:
-        raise ApiError(f"{name} must be a number, got {value!r}")
-    if not isinstance(value, kind):
-        wanted = " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else kind.__name__
-        raise ApiError(f"{name} must be {wanted}, got {value!r:.60} ({type(value).__name__})")
-    return value
+def spans_json(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
+    return [{"version": s.version, "start": s.start, "end": s.end} for s in spans]
 
 
-def _number(value: Any, name: str, low: float, high: float) -> float:
-    number = float(_typed(value, (int, float), name))
-    if not low <= number <= high:
-        raise ApiError(f"{name}={number} is outside [{low}, {high}]")
-    return number
+def _spell(token: int, token_text: Callable[[int], str] | None) -> str | None:
+    return None if token_text is None else token_text(token)
 
 
-def _integer(value: Any, name: str, low: int, high: int) -> int:
-    number: int = _typed(value, int, name)
-    if not low <= number <= high:
-        raise ApiError(f"{name}={number} is outside [{low}, {high}]")
-    return number
-
-
-def _token_ids(value: Any, name: str, vocab_size: int) -> tuple[int, ...]:
-    _typed(value, list, name)
-    for i, token in enumerate(value):
-        if type(token) is not int:
-            raise ApiError(f"{name}[{i}] must be int, got {token!r:.60} ({type(token).__name__})")
-        if not 0 <= token < vocab_size:
-            raise ApiError(f"{name}[{i}]={token} is outside the vocabulary [0, {vocab_size})")
-    return tuple(value)
-
-
-def parse_sampling(raw: Mapping[str, Any] | None, limits: Limits, has_tokenizer: bool) -> tuple[SamplingParams, int]:
-    """Validate ``sampling_params``; returns them and ``n``. None values mean the default."""
-    body = {} if raw is None else _typed(raw, dict, "sampling_params")
-    check_fields(body, _SAMPLING, _NEUTRAL_SAMPLING, "sampling_params")
-    given = {k: v for k, v in body.items() if v is not None}
-    stop = given.get("stop", ())
-    stop = (stop,) if isinstance(stop, str) else tuple(_typed(stop, list, "stop") if stop else ())
-    if any(not isinstance(s, str) or not s for s in stop):
-        raise ApiError(f"stop must hold non-empty strings, got {list(stop)!r:.60}")
-    if stop and not has_tokenizer:
-        raise ApiError("stop strings need a tokenizer, and the model folder has none; use stop_token_ids")
-    big = 1 << 31
-    top_k = _integer(given.get("top_k", -1), "top_k", -1, big)
-    params = SamplingParams(
-        max_new_tokens=_integer(given.get("max_new_tokens", 128), "max_new_tokens", 0, big),
-        min_new_tokens=_integer(given.get("min_new_tokens", 0), "min_new_tokens", 0, big),
-        temperature=_number(given.get("temperature", 1.0), "temperature", 0.0, 1e4),
-        top_p=_number(given.get("top_p", 1.0), "top_p", 1e-9, 1.0),
-        top_k=-1 if top_k >= limits.vocab_size else top_k,
-        frequency_penalty=_number(given.get("frequency_penalty", 0.0), "frequency_penalty", -2.0, 2.0),
-        stop=stop,
-        stop_token_ids=frozenset(_token_ids(given.get("stop_token_ids", []), "stop_token_ids", 1 << 62)),
-        ignore_eos=_typed(given.get("ignore_eos", False), bool, "ignore_eos"),
-        skip_special_tokens=_typed(given.get("skip_special_tokens", True), bool, "skip_special_tokens"),
-        sampling_seed=_integer(given["sampling_seed"], "sampling_seed", -MAX_SEED - 1, (1 << 64) - 1)
-        if "sampling_seed" in given
-        else None,
-    )
-    if params.min_new_tokens > params.max_new_tokens:
-        raise ApiError(f"min_new_tokens={params.min_new_tokens} exceeds max_new_tokens={params.max_new_tokens}")
-    return params, _integer(given.get("n", 1), "n", 1, limits.max_prompts)
+def _top(top: Sequence[tuple[float, int]], token_text: Callable[[int], str] | None) -> list[list[Any]]:
+    return [[lp, token, _spell(token, token_text)] for lp, token in top if lp != float("-inf")]
 
 
 def make_requests(
@@ -151,10 +127,11 @@ def make_requests(
     rids: Sequence[str],
     limits: Limits,
     logprob_starts: Sequence[int | None],
+    wants: Sequence[LogprobWants],
 ) -> list[GenerationRequest]:
     """One request per prompt and sample; sample i of a seeded prompt uses ``sampling_seed + i``."""
     requests: list[GenerationRequest] = []
-    for prompt, (sampling, n), rid, start in zip(prompts, samplings, rids, logprob_starts, strict=True):
+    for prompt, (sampling, n), rid, start, want in zip(prompts, samplings, rids, logprob_starts, wants, strict=True):
         if not prompt:
             raise ApiError("the prompt has no tokens; send at least one")
         if (len(prompt) >= limits.max_tokens and sampling.max_new_tokens) or len(prompt) > limits.max_tokens:
@@ -164,17 +141,15 @@ def make_requests(
             )
         for i in range(n):
             seed = limits.draw_seed() if sampling.sampling_seed is None else sampling.sampling_seed + i
-            requests.append(GenerationRequest(rid, prompt, sampling, seed, start))
+            requests.append(GenerationRequest(rid, prompt, sampling, seed, start, want))
     if len(requests) > limits.max_prompts:
         raise ApiError(f"{len(requests)} generations in one body, at most {limits.max_prompts}; split it")
     return requests
 
 
-def parse_generate(body: Any, limits: Limits, tokenize: Any) -> tuple[list[GenerationRequest], bool, bool]:
-    """A /generate body: (requests, is the answer a list, return_logprob). ``tokenize`` None: no tokenizer."""
-    _typed(body, dict, "the body")
-    if body.get("stream"):
-        raise ApiError("stream=true is not supported by this server; send stream=false")
+def parse_generate(body: Any, limits: Limits, tokenize: Callable[[str], list[int]] | None) -> GenerateBody:
+    """Read a /generate body. ``tokenize`` None: the model has no tokenizer."""
+    typed(body, dict, "the body")
     check_fields(body, _GENERATE, _NEUTRAL, "body")
     prompts, is_batch = _prompts(body, limits, tokenize)
     count = len(prompts)
@@ -183,18 +158,38 @@ def parse_generate(body: Any, limits: Limits, tokenize: Any) -> tuple[list[Gener
     if len(raw_list) != count:
         raise ApiError(f"{len(raw_list)} sampling_params for {count} prompts")
     samplings = [parse_sampling(s, limits, tokenize is not None) for s in raw_list]
-    return_logprob = body.get("return_logprob") or False
-    _typed(return_logprob, bool, "return_logprob")
-    start = body.get("logprob_start_len")
-    starts = start if isinstance(start, list) else [start] * count
-    if len(starts) != count:
-        raise ApiError(f"{len(starts)} logprob_start_len for {count} prompts")
-    starts = [-1 if s is None else _integer(s, "logprob_start_len", -1, 1 << 31) for s in starts]
+
+    def switch(name: str) -> bool:
+        return bool(typed(body.get(name) or False, bool, name))
+
+    def each(name: str, default: int, low: int, high: int) -> list[int]:
+        raw = body.get(name)
+        values = raw if isinstance(raw, list) else [raw] * count
+        if len(values) != count:
+            raise ApiError(f"{len(values)} {name} for {count} prompts")
+        return [default if v is None else integer(v, name, low, high) for v in values]
+
+    return_logprob = switch("return_logprob")
+    starts = each("logprob_start_len", -1, -1, 1 << 31)
+    tops = each("top_logprobs_num", 0, 0, MAX_TOP_LOGPROBS)
+    raw, sampling = switch("return_raw_logprob"), switch("return_sampling_logprob")
+    if not return_logprob:
+        for name, asked in (
+            ("return_raw_logprob", raw), ("return_sampling_logprob", sampling), ("top_logprobs_num", any(tops)),
+        ):  # fmt: skip
+            if asked:
+                raise ApiError(f"{name} needs return_logprob=true")
+    return_text = switch("return_text_in_logprobs")
+    if return_text and tokenize is None:
+        raise ApiError("return_text_in_logprobs needs a tokenizer, and the model folder has none")
     requests = make_requests(
         prompts, samplings, _rids(body.get("rid"), count), limits,
         [s if return_logprob and s >= 0 else None for s in starts],
+        [LogprobWants(raw, sampling, top) for top in tops],
     )  # fmt: skip
-    return requests, is_batch or len(requests) > 1, return_logprob
+    as_list = is_batch or len(requests) > 1
+    incremental = switch("incremental_streaming_output")
+    return GenerateBody(tuple(requests), as_list, switch("stream"), incremental, return_logprob, return_text)
 
 
 def _prompts(body: Mapping[str, Any], limits: Limits, tokenize: Any) -> tuple[list[tuple[int, ...]], bool]:
@@ -205,11 +200,11 @@ def _prompts(body: Mapping[str, Any], limits: Limits, tokenize: Any) -> tuple[li
         if tokenize is None:
             raise ApiError("text needs a tokenizer, and the model folder has none; send input_ids")
         texts = text if isinstance(text, list) else [text]
-        return [tuple(tokenize(_typed(t, str, "text"))) for t in texts], isinstance(text, list)
-    _typed(ids, list, "input_ids")
+        return [tuple(tokenize(typed(t, str, "text"))) for t in texts], isinstance(text, list)
+    typed(ids, list, "input_ids")
     if ids and isinstance(ids[0], list):
-        return [_token_ids(p, f"input_ids[{i}]", limits.vocab_size) for i, p in enumerate(ids)], True
-    return [_token_ids(ids, "input_ids", limits.vocab_size)], False
+        return [token_ids(p, f"input_ids[{i}]", limits.vocab_size) for i, p in enumerate(ids)], True
+    return [token_ids(ids, "input_ids", limits.vocab_size)], False
 
 
 def _rids(rid: Any, count: int) -> list[str]:
@@ -219,27 +214,4 @@ def _rids(rid: Any, count: int) -> list[str]:
         if len(rid) != count or not all(isinstance(r, str) for r in rid):
             raise ApiError(f"rid must be a string or {count} strings, got {rid!r:.60}")
         return rid
-    return [_typed(rid, str, "rid")] * count
-
-
-def completion_json(completion: Completion, text: str, return_logprob: bool) -> dict[str, Any]:
-    """One answer of /generate."""
-    c = completion
-    meta: dict[str, Any] = {
-        "id": c.request.rid,
-        "finish_reason": c.finish.to_json(len(c.output_ids)),
-        "prompt_tokens": len(c.request.input_ids),
-        "completion_tokens": len(c.output_ids),
-        "cached_tokens": c.cached_tokens,
-        "weight_version": c.weight_version,
-        "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in c.spans],
-        "sampling_seed": c.request.seed,
-        "e2e_latency": c.latency_s,
-        "time_to_first_token": c.ttft_s,
-    }
-    if return_logprob:
-        meta["output_token_logprobs"] = [
-            [lp, token, None] for lp, token in zip(c.output_logprobs, c.output_ids, strict=True)
-        ]
-        meta["input_token_logprobs"] = [[lp, token, None] for lp, token in c.input_logprobs]
-    return {"text": text, "output_ids": list(c.output_ids), "meta_info": meta}
+    return [typed(rid, str, "rid")] * count

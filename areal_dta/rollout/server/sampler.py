@@ -17,16 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Draw", "NothingAllowed", "SampleRow", "draw", "gumbel_noise", "sample"]
+__all__ = ["Draw", "SampleRow", "draw", "gumbel_noise", "sample"]
 
 MASK64 = (1 << 64) - 1
 NUCLEUS_FIRST_LOOK = 256  # most nuclei are this small; sorting the whole vocabulary costs ten times more
 MIN_TEMPERATURE = 1e-5
 ALLOWED_FIRST_LOOK = 64  # candidates of a constrained row that are tried before the whole vocabulary is sorted
-
-
-class NothingAllowed(RuntimeError):
-    """A constraint admits no token of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +96,7 @@ class Draw:
     scaled_BV: torch.Tensor
     kept_BV: torch.Tensor
     rows: tuple[SampleRow, ...]
+    stuck: frozenset[int] = frozenset()  # rows of which no token is allowed; what stands there means nothing
 
     def logprobs(self) -> torch.Tensor:
         """Log-probs fp32 of the tokens before the cut: what a trainer can recompute."""
@@ -139,22 +136,24 @@ def draw(
         noise = gumbel_noise(keys, logits_BV.shape[1], logits_BV.device).to(logits_BV.dtype)
         if len(picked) == len(rows):
             kept_BV = _truncate(logits_BV, rows)
-            score_BV = noise + kept_BV
+            score_BV = noise + kept_BV if allowed else noise.add_(kept_BV)
         else:
             index = torch.tensor(picked, device=logits_BV.device)
             kept_PV = _truncate(logits_BV[index], [rows[i] for i in picked])
             kept_BV = logits_BV.index_copy(0, index, kept_PV)
             score_BV = logits_BV.index_copy(0, index, noise + kept_PV)
     tokens_B = score_BV.argmax(-1)
+    stuck: set[int] = set()
     for i, test in (allowed or {}).items():
         token = _best_allowed(score_BV[i], test)
         if token is None:
             uncut_V = logits_BV[i] if rows[i].greedy else logits_BV[i] + noise[picked.index(i)]
             token = _best_allowed(uncut_V, test)
         if token is None:
-            raise NothingAllowed("no token of the vocabulary continues the forced tool call")
-        tokens_B[i] = token
-    return Draw(tokens_B, logits_BV, kept_BV, tuple(rows))
+            stuck.add(i)
+        else:
+            tokens_B[i] = token
+    return Draw(tokens_B, logits_BV, kept_BV, tuple(rows), frozenset(stuck))
 
 
 def _best_allowed(score_V: torch.Tensor, test: Callable[[int], bool]) -> int | None:

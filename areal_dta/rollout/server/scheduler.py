@@ -235,8 +235,7 @@ class Scheduler:
         if hi > seq.max_prefix_hit:
             return False
         return any(
-            not other.mixed
-            and other.scheduled_end < hi <= len(other.tokens) and other.tokens[:hi] == seq.tokens[:hi]
+            not other.mixed and other.scheduled_end < hi <= len(other.tokens) and other.tokens[:hi] == seq.tokens[:hi]
             for other in self.running
         )
 
@@ -269,8 +268,12 @@ class Scheduler:
 
     def _sample(self, ready: list[Sequence], logits_RV: torch.Tensor) -> None:
         for seq, entry in zip(ready, draw_tokens(ready, logits_RV), strict=True):
+            reason: FinishReason | None
             if seq.request.sampling.max_new_tokens == 0:  # scoring only
-                reason: FinishReason | None = FinishReason("length")
+                reason = FinishReason("length")
+            elif entry is None:
+                self.stats.aborted["stuck"] = self.stats.aborted.get("stuck", 0) + 1
+                reason = FinishReason("abort", message="No token of the vocabulary continues the forced tool call")
             else:
                 seq.append(entry, self.version)
                 self.stats.generated_tokens += 1

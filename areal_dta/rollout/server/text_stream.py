@@ -39,8 +39,9 @@ class TextStream:
             return ""
         self._pending += text[len(known) :]
         self._known, self._read = self._read, len(self._ids)
-        keep = held_back(self._pending, self._stops)
-        ready, self._pending = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
+        certain = len(self._pending) - held_back(self._pending, self._stops)
+        certain = min([certain, *(self._pending.index(s) for s in self._stops if s in self._pending)])
+        ready, self._pending = self._pending[:certain], self._pending[certain:]
         return ready
 
     def finish(self, matched: str | None = None) -> str:

@@ -1,8 +1,8 @@
 """Forced tool calls: which tokens may come next so that the output is one well-formed call of an offered function.
 
-The form is ``<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>``. OBJECT is any JSON object with at most one
-space between its parts; it is not checked against the function's parameter schema. Tokens are judged by their own text,
-which is right for byte-level tokenizers.
+The form is ``<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>``. OBJECT is any JSON object with at
+most one space between its parts; it is not checked against the function's parameter schema. Tokens are judged by their
+own text, which is right for byte-level tokenizers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class JsonObject:
             rest = self.word[1:]
             if ch != self.word[0]:
                 return None
-            return replace(self, word=rest) if rest else self._after_value(word="")
+            return replace(self, word=rest) if rest else self._after_value()
         if self.expect in ("minus", "int", "zero", "point", "fraction", "e", "sign", "exponent"):
             return self._in_number(ch)
         if ch == " ":
@@ -81,8 +81,8 @@ class JsonObject:
         stack = self.stack[:-1]
         return replace(self, stack=stack, expect="comma" if stack else "end")
 
-    def _after_value(self, **changes: str) -> JsonObject:
-        return replace(self, expect="comma", **changes)
+    def _after_value(self) -> JsonObject:
+        return replace(self, expect="comma", word="")
 
     def _in_string(self, ch: str) -> JsonObject | None:
         if self.expect == "string":

@@ -1,17 +1,17 @@
 """Weights that arrive over a process group instead of a folder: join the group, receive, collect until complete.
 
-Whatever is received goes into a staging area first. Only a complete, well-shaped set of finite tensors becomes an update;
-everything else is refused whole, and the running weights are never touched here.
+Whatever is received goes into a staging area first. Only a complete, well-shaped set of finite tensors becomes an
+update; everything else is refused whole, and the running weights are never touched here.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["GroupSpec", "Staging", "TensorSpec", "UpdateRefused", "WeightGroup"]
 
-log = logging.getLogger(__name__)
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 
 
@@ -97,35 +96,57 @@ class WeightGroup:
 
 @dataclass
 class Staging:
-    """Tensors of one update that is under way.
+    """Tensors of the update that is under way.
 
-    ``explicit``: between begin and end. Without these an update is complete when every name has come once; a name that
-    comes again before that starts the next update and drops the torn one.
+    ``explicit``: between begin and end. Without these an update is complete when every name has come; it starts with
+    the call that holds ``first_name``, the first tensor of the first such update, because senders keep their order.
+    Only so the rest of a torn update cannot become part of the next one.
     """
 
     explicit: bool = False
+    first_name: str | None = None
     version: str | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    problem: str | None = None  # why the whole update will be refused
+    problem: str | None = None  # why an explicit update will be refused
+    _open: bool = False
 
-    def add(self, new: Mapping[str, torch.Tensor], version: str | None) -> str | None:
-        """Take what has come; returns a remark when an unfinished update had to be dropped."""
-        remark = None
+    def reset(self, explicit: bool = False) -> int:
+        """Forget the update; returns how many tensors it had."""
+        dropped = len(self.tensors)
+        self.explicit, self.version, self.tensors, self.problem, self._open = explicit, None, {}, None, False
+        return dropped
+
+    def add(self, new: Mapping[str, torch.Tensor], version: str | None) -> int:
+        """Take what has come; returns how many tensors of an unfinished update were dropped. Raises UpdateRefused."""
+        dropped = 0
+        if not self.explicit:
+            if self.first_name is None or self.first_name in new:
+                dropped = self.reset()
+                self.first_name = self.first_name or next(iter(new))
+                self._open = True
+            elif not self._open:
+                raise UpdateRefused(
+                    f"this continues an update that was refused; begin again with {self.first_name}, or use "
+                    "/begin_weight_update"
+                )
         twice = sorted(set(new) & set(self.tensors))
-        other_version = version is not None and self.version is not None and version != self.version
-        if self.explicit:
-            if twice:
-                self.problem = self.problem or f"{twice[0]} came twice"
-            if other_version:
-                self.problem = self.problem or f"tensors of versions {self.version} and {version} in one update"
-        elif twice or (other_version and self.tensors):
-            remark = f"an unfinished update of {len(self.tensors)} tensors was dropped"
-            log.warning("%s", remark)
-            self.tensors = {}
-            self.version = None
+        problem = f"{twice[0]} came twice" if twice else None
+        if version is not None and self.version is not None and version != self.version:
+            problem = f"tensors of versions {self.version} and {version} in one update"
+        if problem is not None:
+            self.refuse(problem)
         self.tensors.update(new)
         self.version = version or self.version
-        return remark
+        return dropped
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Give up the whole update; an explicit one stays open until its end, which will say the same."""
+        if self.explicit:
+            self.problem = self.problem or problem
+            self.tensors = {}
+        else:
+            self.reset()
+        raise UpdateRefused(problem)
 
     def missing(self, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
         return sorted(set(expected) - set(self.tensors))
