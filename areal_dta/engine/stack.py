@@ -101,8 +101,8 @@ class PathView:
                 break
             path = slice(start, min(end, num_rows))
             segment_k, segment_v = segment.rows(layer, path.start, path.stop)
-            segment_k += grad_k_GPH[:, path]
-            segment_v += grad_v_GPH[:, path]
+            segment_k.add_(grad_k_GPH[:, path])
+            segment_v.add_(grad_v_GPH[:, path])
 
     @cached_property
     def _ranges(self) -> list[tuple[_Segment, int, int]]:
