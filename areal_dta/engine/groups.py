@@ -38,6 +38,9 @@ def init_process_group(rank: int, world: int, addr: str, port: int, timeout_s: f
         return
     if addr in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve would stop gloo
+    if parallel_state.model_parallel_is_initialized():  # of a default group that was destroyed since
+        parallel_state.destroy_model_parallel()
+        _pipelines.clear()
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
         init_method=f"tcp://{addr}:{port}",

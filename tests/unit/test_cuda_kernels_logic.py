@@ -7,6 +7,7 @@ check (layout, alignment, log-sum-exp padding). Not covered: the operators thems
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import weakref
 from dataclasses import dataclass
@@ -349,6 +350,9 @@ def test_the_log_says_what_was_chosen_and_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    logger = logging.getLogger("areal_dta.engine.kernels_cuda")
+    monkeypatch.setattr(logger, "propagate", True)  # a process that keeps its own log ends it
+    monkeypatch.setattr(logger, "handlers", [])
     caplog.set_level("INFO", logger="areal_dta.engine.kernels_cuda")
     assert isinstance(cuda_kernel(torch.bfloat16, 128), CudaKernel)
     assert isinstance(cuda_kernel(torch.bfloat16, 128, masked="flex"), CudaKernel)
