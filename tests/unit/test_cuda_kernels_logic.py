@@ -351,8 +351,9 @@ def test_the_log_says_what_was_chosen_and_why(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     logger = logging.getLogger("areal_dta.engine.kernels_cuda")
-    monkeypatch.setattr(logger, "propagate", True)  # a process that keeps its own log ends it
-    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", False)  # loggers above it may have been set up by another test
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "disabled", False)
     caplog.set_level("INFO", logger="areal_dta.engine.kernels_cuda")
     assert isinstance(cuda_kernel(torch.bfloat16, 128), CudaKernel)
     assert isinstance(cuda_kernel(torch.bfloat16, 128, masked="flex"), CudaKernel)
