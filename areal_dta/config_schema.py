@@ -252,7 +252,7 @@ class BatcherConfig:
     lease_timeout_s: float = 60.0
     max_attempts: int = 3
     intake_limit: int = 4096  # episodes held before workers are told to wait
-    spool_bytes: int = 64 << 30  # of the log on disk before workers are told to wait
+    spool_bytes: Bytes = Bytes(64 << 30)  # of the log on disk before workers are told to wait
     min_group_size: int | None = None  # fewest episodes a group is trained with; null: two (one if n_samples is 1)
     filter_equal_rewards: bool = False  # drop groups whose episodes all have one reward
     stale_reissues: int = 1  # times that a prompt is sampled again after its group was dropped as stale

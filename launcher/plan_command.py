@@ -23,7 +23,7 @@ from areal_dta.tree.sizes import ModelSizes
 from areal_dta.tree.trie import sort_rows
 from launcher.commands import run
 from launcher.rundir import RunError
-from launcher.simulate_command import simulate_config
+from launcher.simulate_command import simulate_config, table
 from launcher.trace_plan import Models, RankPlan, TreeFigures, models_of, plan_ranks, read_calibration, tree_figures
 from launcher.trace_rows import read_rows
 
@@ -35,6 +35,7 @@ _TRACE_OPTIONS = (
     "ranks", "partition", "model", "plan", "max_block_tokens", "activation_budget", "calibration", "rows", "where",
     "dtype", "tp", "pp", "order", "no_cut_tail", "no_leaf_merge", "compare",
 )  # fmt: skip
+_ESTIMATE_OPTIONS = ("dtype", "tp", "pp")
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -48,14 +49,12 @@ def plan(args: argparse.Namespace) -> int:
     if args.simulate:
         if not is_config:
             raise RunError(f"--simulate is for configurations (.yaml), {path} is none; give the trace with --trace")
+        others = [name for name in _TRACE_OPTIONS if name not in ("model", "calibration")]
+        _refuse(args, others, "is for traces; with --simulate give key=value or --assume")
         return simulate_config(args)
-    given = [name for name in _SIMULATION_OPTIONS if getattr(args, name)]
-    if given:
-        raise RunError(f"--{given[0].replace('_', '-')} is for simulations; add --simulate")
+    _refuse(args, _SIMULATION_OPTIONS, "is for simulations; add --simulate")
     if is_config:
-        given = [name for name in _TRACE_OPTIONS if getattr(args, name)]
-        if given:
-            raise RunError(f"--{given[0].replace('_', '-')} is for traces; {path} is a configuration, give key=value")
+        _refuse(args, _TRACE_OPTIONS, f"is for traces; {path} is a configuration, give key=value")
         return run(path, args.overrides, True, args.json, None, False)
     if path.suffix != ".npz" and not is_zip:
         raise RunError(f"{path} is neither a trace (.npz) nor a configuration (.yaml); give one of them")
@@ -67,6 +66,13 @@ def plan(args: argparse.Namespace) -> int:
         raise error if isinstance(error, ConfigError) else RunError(str(error)) from error
     print(json.dumps(dataclasses.asdict(report)) if args.json else _text(report))
     return 0
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise RunError if one of these options was given."""
+    for name in names:
+        if getattr(args, name):
+            raise RunError(f"--{name.replace('_', '-')} {why}")
 
 
 @dataclass(frozen=True)
@@ -146,11 +152,11 @@ def _alternatives(settings: PlanSettings) -> list[PlanSettings]:
 
 
 def _models(args: argparse.Namespace) -> tuple[Calibration | None, Models, str]:
-    given = [name for name in ("dtype", "tp", "pp") if getattr(args, name)]
-    if given and args.calibration:
-        raise RunError(f"--{given[0]} is for estimates; {args.calibration} holds measurements, remove one of them")
-    if given and not args.model:
-        raise RunError(f"--{given[0]} is for estimates; add --model FOLDER (config.json is enough)")
+    if args.calibration:
+        why = f"is for estimates; {args.calibration} holds measurements, remove one of them"
+        _refuse(args, _ESTIMATE_OPTIONS, why)
+    if not args.model:
+        _refuse(args, _ESTIMATE_OPTIONS, "is for estimates; add --model FOLDER (config.json is enough)")
     sizes = ModelSizes.from_folder(args.model) if args.model else None
     calibration = read_calibration(args.calibration) if args.calibration else None
     models = models_of(sizes, calibration, args.dtype, args.tp or 1, args.pp or 1)
@@ -180,7 +186,7 @@ def _text(report: _Report) -> str:
         "",
         f"plan {settings['kind']}{_variant(settings)}, blocks of at most {settings['max_block_tokens']} tokens, "
         f"budget {budget}; {len(report.ranks)} rank{'s' * (len(report.ranks) > 1)} by {report.partition}",
-        *_table([("rank", *_HEAD), *((str(k), *_cells(rank)) for k, rank in enumerate(report.ranks))]),
+        *table([("rank", *_HEAD), *((str(k), *_cells(rank)) for k, rank in enumerate(report.ranks))]),
     ]
     if len(report.ranks) > 1:
         lines.append(f"heaviest rank: {report.over_mean:.3f} x the mean, {report.over_bound:.3f} x the lower bound")
@@ -224,16 +230,11 @@ def _comparison(plans: dict[str, list[RankPlan] | None]) -> list[str]:
         seconds, peak = (_largest([getattr(r, n) for r in ranks]) for n in ("seconds", "peak_bytes"))
         cells = (*(f"{count:,}" for count in counts), _seconds(seconds), _bytes(peak))
         rows.append((kind, *cells, _seconds(max(r.plan_s for r in ranks))))
-    return [*_table(rows), *over]
+    return [*table(rows), *over]
 
 
 def _largest(values: Sequence[float | None]) -> float | None:
     return max((v for v in values if v is not None), default=None)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
 
 
 def _seconds(value: float | None) -> str:

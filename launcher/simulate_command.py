@@ -16,21 +16,17 @@ from areal_dta.simulation.from_run import MeasuredRun, calibrate
 from areal_dta.simulation.report import SimulationReport, simulate
 from areal_dta.simulation.search import Candidate, Fits, fits_memory, search
 from areal_dta.simulation.settings import SimulationSettings
-from areal_dta.simulation.speeds import Speeds, TrainerSpeed
+from areal_dta.simulation.speeds import ServerSpeed, Speeds, TrainerSpeed
 from areal_dta.simulation.workload import Workload, read_traces
 from areal_dta.tree.sizes import ModelSizes
 from launcher.rundir import RunDir, RunError
 from launcher.trace_plan import read_calibration
 
-__all__ = ["measure", "simulate_config", "simulation_settings"]
+__all__ = ["measure", "simulate_config", "simulation_settings", "table"]
 
 DEFAULT_STEPS = 20
 WARMUP_STEPS = 2
 SHOWN = 12  # candidates of a search
-_OTHER_OPTIONS = (
-    "ranks", "partition", "plan", "max_block_tokens", "activation_budget", "rows", "where", "dtype", "tp", "pp",
-    "order", "no_cut_tail", "no_leaf_merge", "compare",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,13 +38,11 @@ class _Inputs:
     workload: Workload
     measured: MeasuredRun | None
     fits: Fits | None
+    limits: tuple[str, ...]  # what of the configuration is not simulated
 
 
 def simulate_config(args: argparse.Namespace) -> int:
     """Raises RunError or ConfigError for what cannot be simulated."""
-    given = [name for name in _OTHER_OPTIONS if getattr(args, name)]
-    if given:
-        raise RunError(f"--{given[0].replace('_', '-')} is for traces; with --simulate give key=value or --assume")
     try:
         inputs = _inputs(args)
         if args.search:
@@ -81,6 +75,8 @@ def simulation_settings(config: Config, steps: int) -> SimulationSettings:
         policy=config.batcher.staleness_policy,
         max_concurrent=config.rollout.max_concurrent_rollouts,
         max_attempts=config.batcher.max_attempts,
+        min_group_size=config.batcher.min_group_size,
+        stale_reissues=config.batcher.stale_reissues,
         steps=steps,
         warmup_steps=min(WARMUP_STEPS, steps - 1),
         seed=config.seed,
@@ -108,7 +104,7 @@ def _inputs(args: argparse.Namespace) -> _Inputs:
         _calibrated(args.calibration, config) if args.calibration else None,
         sizes.flops() if sizes else None,
         (settings.tp, settings.pp, settings.server_tp),
-        config.embedded.max_batch if config.rollout_allocation.backend == "embedded" else 128,
+        config.embedded.max_batch if config.rollout_allocation.backend == "embedded" else ServerSpeed.max_batch,
     )
     fits = None
     if (memory_gib := assumed.values.get("gpu.memory_gib")) is not None:
@@ -116,7 +112,8 @@ def _inputs(args: argparse.Namespace) -> _Inputs:
             raise RunError("--assume gpu.memory_gib needs --model FOLDER to count weights")
         fits = fits_memory(sizes.num_layers * sizes.layer_weights + sizes.hidden_size * sizes.vocab_size,
                            memory_gib * 2**30)  # fmt: skip
-    return _Inputs(settings, speeds, workload, measured, fits)
+    limits = ("batcher.filter_equal_rewards is not simulated: all complete groups are trained",)
+    return _Inputs(settings, speeds, workload, measured, fits, limits if config.batcher.filter_equal_rewards else ())
 
 
 def measure(run_dir: Path) -> MeasuredRun:
@@ -196,7 +193,7 @@ def _text(report: SimulationReport, inputs: _Inputs) -> str:
     if s.cores is not None:
         others = f" with {s.background:g} threads of other programs" if s.background else ""
         lines.append(f"all processes share {s.cores:g} cores{others}: they had {r.core_share:.0%} of what they wanted")
-    return "\n".join([*lines, *_notes(inputs)])
+    return "\n".join([*lines, *_notes(inputs), *inputs.limits])
 
 
 def _notes(inputs: _Inputs) -> list[str]:
@@ -246,11 +243,15 @@ def _search_text(gpus: int, found: Sequence[Candidate], inputs: _Inputs) -> str:
                 f"{r.step_s:,.2f} s", f"{r.trainer_waits_share:.0%}", f"{idle:.0%}", f"{r.staleness_mean:.2f}",
             )
         )  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    table = ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     more = [f"  and {len(found) - SHOWN} slower ones"] if len(found) > SHOWN else []
     memory = "the model is tested for fitting" if inputs.fits else "whether the model fits is not tested"
     return "\n".join(
-        [f"{gpus} GPUs, {len(found)} splits simulated", *table, *more, "", f"speeds {inputs.speeds.basis}",
-         _scaling_note(inputs.speeds), memory]
+        [f"{gpus} GPUs, {len(found)} splits simulated", *table(rows), *more, "", f"speeds {inputs.speeds.basis}",
+         _scaling_note(inputs.speeds), memory, *inputs.limits]
     )  # fmt: skip
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines with the cells of each column flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]

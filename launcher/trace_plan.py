@@ -112,8 +112,7 @@ class TreeFigures:
 
 def tree_figures(rows: TraceRows, order: SortedRows, flops: CostModel | None) -> TreeFigures:
     """Figures of the tree over all rows, before any partition."""
-    lens_R, lcp_R = order.lens_R, order.lcp_R
-    next_lcp_R = np.append(lcp_R[1:], 0)
+    lens_R = order.lens_R
     limit = None if flops is None else float(flops.span(0, lens_R).sum()) / flops.tree(order)
     trie = build_trie(rows.ids_T, rows.offsets_S1)
     return TreeFigures(
@@ -127,7 +126,7 @@ def tree_figures(rows: TraceRows, order: SortedRows, flops: CostModel | None) ->
         longest_row=int(lens_R.max()),
         mean_row=float(lens_R.mean()),
         segments=trie.num_segments,
-        leaves=int((next_lcp_R < lens_R).sum()),
+        leaves=len(trie.leaf_rows),
     )
 
 

@@ -22,6 +22,8 @@ __all__ = ["RowKind", "TraceRows", "read_arrays", "read_rows"]
 RowKind = Literal["auto", "episodes", "turns"]
 _TURNS = ("turn_traj", "turn_start", "turn_end")
 _MAX_ID = (1 << 31) - 1
+# What numpy and zipfile raise for damaged or foreign bytes. ValueError: a header, or pickled objects; MemoryError: a
+# header may ask for any size (its text says how much); NotImplementedError: an unknown compression or encryption.
 _UNREADABLE = (OSError, ValueError, EOFError, MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 

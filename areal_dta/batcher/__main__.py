@@ -24,7 +24,8 @@ from areal_dta.batcher.service import BatcherService, ServiceSettings
 from areal_dta.batcher.settings import BatcherSettings, NormLevel, RewardSettings, SettingsError
 from areal_dta.config import Config, ConfigError, load_run_config
 from areal_dta.records import LaunchPlan
-from areal_dta.tree.cost import TREE_TOKENS, CostModel, flop_model
+from areal_dta.tree.cost import TREE_TOKENS, CostModel
+from areal_dta.tree.sizes import ModelSizes
 
 log = logging.getLogger("areal_dta.batcher")
 
@@ -75,23 +76,10 @@ def cost_from_model(kind: str, model_dir: Path) -> CostModel:
     """``tree_tokens``, or ``flops`` of the model whose HF ``config.json`` lies in `model_dir`; raises SettingsError."""
     if kind == "tree_tokens":
         return TREE_TOKENS
-    path = model_dir / "config.json"
     try:
-        c = json.loads(path.read_text())
-        heads = int(c["num_attention_heads"])
-        return flop_model(
-            hidden_size=int(c["hidden_size"]),
-            num_layers=int(c["num_hidden_layers"]),
-            num_heads=heads,
-            num_kv_heads=int(c.get("num_key_value_heads") or heads),
-            head_dim=int(c.get("head_dim") or c["hidden_size"] // heads),
-            ffn_size=int(c["intermediate_size"]),
-            vocab_size=int(c["vocab_size"]),
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise SettingsError(
-            f"batcher.cost=flops needs the sizes in {path}: {error!r}; or set it to tree_tokens"
-        ) from error
+        return ModelSizes.from_folder(model_dir).flops()
+    except ValueError as error:
+        raise SettingsError(f"batcher.cost=flops needs the model's sizes: {error}; or set it to tree_tokens") from error
 
 
 def read_items(path: Path, required: bool) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ __all__ = ["Assembler", "AssemblyError", "Order"]
 log = logging.getLogger(__name__)
 
 SMALL_TOKENS = 1 << 18  # up to here a process costs more than it saves
+_LIMIT_S, _LIMIT_S_PER_TOKEN = 120.0, 5e-6  # of an assembly; thirty times what an idle machine takes
+_FAULTS = (OSError, LookupError, ValueError)  # of `Order.run`: arrays that are gone, damaged or of no use
 
 
 class AssemblyError(RuntimeError):
@@ -45,7 +48,9 @@ class Order:
     domain: str = ""
 
     def run(self) -> Batch:
-        """Raises OSError for arrays that cannot be read or a trace that cannot be written."""
+        """Raises OSError for arrays that cannot be read or a trace that cannot be written, LookupError for arrays that
+        are gone, ValueError for such as make no batch.
+        """
         trajectories = self.assembly.trajectories(partial(_read, self.spool_dir))
         batch = self.assembly.run(trajectories)
         if self.trace is not None:
@@ -67,15 +72,19 @@ class Assembler:
             if order.assembly.num_tokens <= self._small_tokens:
                 try:
                     return await asyncio.to_thread(order.run)
-                except (OSError, LookupError) as error:
+                except _FAULTS as error:
                     raise AssemblyError(f"step {order.assembly.step}: {error}") from error
             return await asyncio.to_thread(self._exchange, order)
 
     def _exchange(self, order: Order) -> Batch:
-        for attempt in range(2):
+        died_before = False
+        while True:
             process = self._started()
             if process.stdin is None or process.stdout is None:
                 raise AssemblyError("the assembling process has no pipes")
+            limit_s = _LIMIT_S + _LIMIT_S_PER_TOKEN * order.assembly.num_tokens
+            watch = threading.Timer(limit_s, self._overdue, (process, order.assembly.step, limit_s))
+            watch.start()
             try:
                 pickle.dump(order, process.stdin, pickle.HIGHEST_PROTOCOL)
                 process.stdin.flush()
@@ -83,17 +92,25 @@ class Assembler:
             except (EOFError, OSError, pickle.UnpicklingError) as error:
                 self._kill()
                 log.error("the assembling process died (exit code %s): %s", process.returncode, error)
-                if attempt:
+                if died_before:
                     raise AssemblyError(
                         f"the process that puts step {order.assembly.step} together "
                         f"({order.assembly.num_tokens} tokens) died twice, exit code {process.returncode}; "
-                        "it may have run out of memory"
+                        "it may have run out of memory, or its disk may hang"
                     ) from error
+                died_before = True
                 continue
+            finally:
+                watch.cancel()
             if isinstance(result, Batch):
                 return result
             raise AssemblyError(str(result))
-        raise AssemblyError("unreachable")
+
+    @staticmethod
+    def _overdue(process: subprocess.Popen[bytes], step: int, limit_s: float) -> None:
+        """End a process that hangs (a stuck disk), so that whoever reads its answer learns of it."""
+        log.error("no answer from the assembling process for step %d in %.0f s; it is killed", step, limit_s)
+        process.kill()
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -133,7 +150,7 @@ def _serve() -> int:
             return 0
         try:
             result: Batch | str = order.run()
-        except (OSError, LookupError, ValueError) as error:
+        except _FAULTS as error:
             result = f"step {order.assembly.step}: {error}"
         try:
             pickle.dump(result, replies, pickle.HIGHEST_PROTOCOL)

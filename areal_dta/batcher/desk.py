@@ -74,6 +74,10 @@ class LeaseDesk:
         """
         if request and (before := self.answered(worker, request)) is not None:
             return before
+        return self.lease_anew(worker, capacity, request)
+
+    def lease_anew(self, worker: str, capacity: int, request: str) -> list[Lease]:
+        """As `lease`, for a request that was not `answered` before."""
         if self.settings.max_concurrent is not None:
             capacity = min(capacity, self.settings.max_concurrent - self.in_flight())
         if self.ledger.finished or capacity <= 0:

@@ -224,7 +224,7 @@ class BatcherService:
                 return []
             if name and (before := self.core.desk.answered(worker, name)) is not None:
                 return before
-            return self.core.desk.lease(worker, capacity, name) or None
+            return self.core.desk.lease_anew(worker, capacity, name) or None
 
         leases = await self._until(request, attempt) or []
         return {"leases": [pack(lease)[0] for lease in leases], "draining": self.core.ledger.finished}, {}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from areal_dta.engine.kernels import AttentionKernel, merge_tile
+from areal_dta.engine.kernels import AttentionKernel, merge_tile, wide_dtype
 from areal_dta.engine.stack import Frame, PathView
 from areal_dta.tree.tiles import Tile, TileKind
 
@@ -60,7 +60,7 @@ def _attend(
     block: BlockContext, layer: int, scale: float, q_GSRH: torch.Tensor, k_GSH: torch.Tensor, v_GSH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output GSRH, log-sum-exp GSR) over all tiles, fp32 or wider where tiles were merged."""
-    first = block.tiles[0][0]
+    first, wide = block.tiles[0][0], wide_dtype(q_GSRH.dtype)
     whole = first.q_start == 0 and first.q_end == block.num_rows
     out_GSRH = lse_GSR = None
     for tile, mask in block.tiles:
@@ -72,9 +72,9 @@ def _attend(
         tile_out, tile_lse = block.kernel.forward(tile.kind, q_GSRH[:, span], k, v, mask, scale)
         if out_GSRH is None or lse_GSR is None:
             if whole:
-                out_GSRH, lse_GSR = _wide(tile_out), tile_lse
+                out_GSRH, lse_GSR = tile_out.to(wide), tile_lse
                 continue
-            out_GSRH = torch.empty(q_GSRH.shape, dtype=_wide(tile_out).dtype, device=q_GSRH.device)
+            out_GSRH = torch.empty(q_GSRH.shape, dtype=wide, device=q_GSRH.device)
             lse_GSR = torch.empty(q_GSRH.shape[:3], dtype=tile_lse.dtype, device=q_GSRH.device)
         if tile.kind is TileKind.FULL:
             merge_tile(out_GSRH[:, span], lse_GSR[:, span], tile_out, tile_lse)
@@ -107,7 +107,7 @@ class _TreeAttentionFunction(torch.autograd.Function):
         g, s, r, h = q_GSRH.shape
         k_GSH, v_GSH = own or block.path.rows(ctx.layer, block.depth, block.depth + s)
         grad_GSRH = grad.view(s, g, r, h).transpose(0, 1).contiguous()
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(grad.dtype)
         grad_q = torch.zeros((g, s, r, h), dtype=wide, device=grad.device)
         grad_k, grad_v = (torch.zeros((g, s, h), dtype=wide, device=grad.device) for _ in range(2))
         for tile, mask in block.tiles:
@@ -155,7 +155,7 @@ class _KeysAndValuesFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         block: BlockContext = ctx.block
         s, g, h = ctx.shape
-        wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(ctx.dtype)
         grad_k, grad_v = (torch.zeros((g, s, h), dtype=wide, device=grad.device) for _ in range(2))
         _take_descendants(block, ctx.layer, grad_k, grad_v)
         grad_k_SGH = _rotate(grad_k.to(ctx.dtype).transpose(0, 1), block.cos_S1J, -block.sin_S1J)
@@ -189,10 +189,6 @@ def _take_descendants(block: BlockContext, layer: int, grad_k_GSH: torch.Tensor,
 def keys_and_values_only(key: torch.Tensor, value: torch.Tensor, block: BlockContext, layer: int) -> torch.Tensor:
     """Put keys and values ``[s, 1, G, H]`` of a last layer on the path; returns the root of their graph (a zero)."""
     return _KeysAndValuesFunction.apply(key[: block.num_rows, 0], value[: block.num_rows, 0], block, layer)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 class TreeAttention(torch.nn.Module):

@@ -6,6 +6,7 @@ Legend: U trie tokens, E predicting pairs, S rows of a block, M projected rows o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from areal_dta.engine.rows import RowValues, checked_coefficients
 from areal_dta.engine.tree_batch import TreeBatch
 from areal_dta.tree.plan import Block
 
-__all__ = ["BlockGradient", "BlockSink", "Coefficients", "LogprobGradient", "LogprobSink"]
+__all__ = ["BlockGradient", "BlockSink", "Coefficients", "LogprobGradient", "LogprobSink", "reads"]
 
 
 class BlockSink(Protocol):
@@ -28,7 +29,7 @@ class BlockSink(Protocol):
 
     def take(self, block: Block, hidden_SD: torch.Tensor) -> None: ...
 
-    def results(self) -> list[torch.Tensor]:
+    def results(self) -> Sequence[torch.Tensor]:
         """What the last pipeline stage collected and the others need."""
         ...
 
@@ -40,6 +41,15 @@ class BlockGradient(Protocol):
     signature: bytes
 
     def gradient(self, block: Block, hidden_SD: torch.Tensor) -> torch.Tensor: ...
+
+    def results(self) -> Sequence[torch.Tensor]:
+        """What the last pipeline stage collected on the way and the others need."""
+        ...
+
+
+def reads(head: BlockSink | BlockGradient, block: Block) -> bool:
+    """Whether any hidden state of the block is wanted."""
+    return bool(head.needed_U[block.tokens_S].any())
 
 
 def _rows(hidden_SD: torch.Tensor, index_M: np.ndarray) -> torch.Tensor:
@@ -155,6 +165,9 @@ class LogprobGradient:
         if len(row_M) == block.num_tokens:
             return grad_MD
         return torch.zeros_like(hidden_SD).index_copy_(0, torch.from_numpy(row_M).to(grad_MD.device), grad_MD)
+
+    def results(self) -> Sequence[torch.Tensor]:
+        return ()
 
     def _tensor(self, values: np.ndarray, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(values).to(device, self._dtype)

@@ -47,11 +47,10 @@ class BlockRunner:
         frames = self._stack.frames_from(block.depth) if absorbs else ()
         return self._context(block, writes=False, frames=frames)
 
-    def again(self, block: Block, pushed: BlockContext) -> BlockContext:
+    def again(self, pushed: BlockContext) -> BlockContext:
         """Context of a pushed block that is computed a second time, with its graph; it sees the path it saw then."""
-        above = tuple(frame for frame in pushed.path.frames if frame.depth < block.depth)
-        context = self._context(block, writes=False, frames=pushed.frames)
-        return replace(context, path=replace(pushed.path, frames=above))
+        above = tuple(frame for frame in pushed.path.frames if frame.depth < pushed.depth)
+        return replace(pushed, path=replace(pushed.path, frames=above), writes=False)
 
     def pop(self, block: Block) -> None:
         """Take the block pushed last off the path of a forward-only walk."""

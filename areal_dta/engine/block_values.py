@@ -6,6 +6,8 @@ Legend: U trie tokens, S rows of a block, D hidden, T row tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -64,3 +66,6 @@ class ValueGradient:
         assert self._head is not None, "only the last pipeline stage projects hidden states"
         coef_S = torch.from_numpy(self._coef_U[block.tokens_S]).to(hidden_SD.device, self._dtype)
         return self._head.gradient(hidden_SD, coef_S)
+
+    def results(self) -> Sequence[torch.Tensor]:
+        return ()

@@ -28,7 +28,8 @@ from areal_dta.engine.attention import BlockContext
 from areal_dta.engine.block_heads import BlockGradient, BlockSink, Coefficients, LogprobGradient, LogprobSink
 from areal_dta.engine.block_runner import BlockRunner
 from areal_dta.engine.block_values import ValueGradient, ValueSink
-from areal_dta.engine.kernels import AttentionKernel, kernel_for
+from areal_dta.engine.groups import broadcast_text
+from areal_dta.engine.kernels import AttentionKernel, kernel_for, wide_dtype
 from areal_dta.engine.megatron import MegatronPolicy
 from areal_dta.engine.memory_meter import MemoryMeter
 from areal_dta.engine.rows import Rows
@@ -118,10 +119,10 @@ def calibrated(
     """
     kernel = kernel or kernel_for(policy.device, policy.dtype, policy.shape.head_dim)
     found = _usable(file, fingerprint(policy, settings, kernel)) if dist.get_rank() == 0 else None
-    text = _from_rank_0("" if found is None else found.to_json(), policy.device)
+    text = broadcast_text("" if found is None else found.to_json(), 0, policy.device)
     if not text:
         measured = calibrate(policy, settings, kernel, path_rows=path_rows, limit_s=limit_s)
-        text = _from_rank_0(measured.to_json(), policy.device)  # their last digits may differ
+        text = broadcast_text(measured.to_json(), 0, policy.device)  # their last digits may differ
         if dist.get_rank() == 0:
             measured.write(file)
     costs = Calibration.from_json(text)
@@ -146,17 +147,6 @@ def _usable(file: Path, now: dict[str, str]) -> Calibration | None:
         return None
     log.info("block costs from %s, measured on %s", file, found.fingerprint.get("device", "?"))
     return found
-
-
-def _from_rank_0(text: str, device: torch.device) -> str:
-    """The text of rank 0 on every rank."""
-    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.zeros(0, dtype=torch.uint8)
-    length = torch.tensor([len(raw)], device=device)
-    dist.broadcast(length, 0)
-    data = raw.to(device) if dist.get_rank() == 0 else torch.empty(int(length), dtype=torch.uint8, device=device)
-    if len(data):
-        dist.broadcast(data, 0)
-    return bytes(data.cpu().tolist()).decode()
 
 
 def calibrate(
@@ -217,7 +207,7 @@ class _Bench:
         self.policy, self.kernel, self.settings, self._clock = policy, kernel, settings, clock
         self.last_s = 0.0
         self._noise = torch.Generator(policy.device).manual_seed(0)  # the run's own generator stays where it is
-        self._wide = torch.float64 if policy.dtype == torch.float64 else torch.float32
+        self._wide = wide_dtype(policy.dtype)
 
     def largest(self, values_N: np.ndarray) -> np.ndarray:
         """The largest over all ranks."""

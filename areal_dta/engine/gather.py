@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from areal_dta.engine import hf
+from areal_dta.engine.groups import broadcast_text
 
 if TYPE_CHECKING:
     from areal_dta.engine.megatron import MegatronPolicy
@@ -39,9 +41,9 @@ def _stage_parameters(policy: MegatronPolicy, stage: int) -> Iterator[tuple[str,
                 yield name, _gather_tensor_parallel(policy, param)
         return
     group = parallel_state.get_pipeline_model_parallel_group()
-    shapes = [[(name, tuple(param.shape)) for name, param in own.items()]]
-    dist.broadcast_object_list(shapes, group=group, group_src=stage)
-    for name, shape in shapes[0]:
+    shapes = json.dumps({name: tuple(param.shape) for name, param in own.items()})
+    shapes = broadcast_text(shapes, stage, policy.device, group)
+    for name, shape in json.loads(shapes).items():
         if policy.stage == stage:
             dist.send(torch.stack(_gather_tensor_parallel(policy, own[name])), group=group, group_dst=0)
         elif policy.stage == 0:

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 from areal_dta.engine.settings import ParallelSizes
 
-__all__ = ["PipelineGroups", "init_model_parallel", "init_process_group", "pipeline_groups"]
+__all__ = ["PipelineGroups", "broadcast_text", "init_model_parallel", "init_process_group", "pipeline_groups"]
 
 
 @dataclass(frozen=True)
@@ -91,3 +91,15 @@ def _init_pipelines(sizes: ParallelSizes, timeout_s: float) -> None:
 def pipeline_groups() -> PipelineGroups | None:
     """This rank's pipeline; None when the model has one stage."""
     return _pipelines.get(parallel_state.get_pipeline_model_parallel_group())
+
+
+def broadcast_text(text: str, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """The text of rank ``source`` of ``group`` (None: all ranks) on all of them, as bytes: nothing is unpickled."""
+    here = dist.get_rank(group) == source
+    raw = torch.tensor(list(text.encode()) if here else [], dtype=torch.uint8, device=device)
+    length = torch.tensor([len(raw)], device=device)
+    dist.broadcast(length, group=group, group_src=source)
+    data = raw if here else torch.empty(int(length), dtype=torch.uint8, device=device)
+    if len(data):
+        dist.broadcast(data, group=group, group_src=source)
+    return bytes(data.cpu().tolist()).decode()

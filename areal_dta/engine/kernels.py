@@ -16,7 +16,7 @@ import torch
 from areal_dta.engine.kernels_cuda import cuda_kernel
 from areal_dta.tree.tiles import TileKind
 
-__all__ = ["AttentionKernel", "FlashCPUKernel", "ProductKernel", "kernel_for", "merge_tile"]
+__all__ = ["AttentionKernel", "FlashCPUKernel", "ProductKernel", "kernel_for", "merge_tile", "wide_dtype"]
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -123,8 +123,13 @@ class ProductKernel:
         return grad_q.transpose(1, 2), grad_k, grad_v
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64: what sums, log-probs and gradients on their way are held in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x.to(wide_dtype(x.dtype))
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionKernel:

@@ -8,8 +8,9 @@ Legend of shapes: S rows of a block, D hidden, J half the head dim.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -227,11 +228,17 @@ class MegatronPolicy:
         pad = -len(ids_S) % self.sizes.tp if self.sizes.sequence_parallel else 0
         return self.model.embedding(torch.nn.functional.pad(ids_S, (0, pad)).unsqueeze(0), None)
 
-    def check_same_program(self, digest: str) -> None:
-        """Raise RuntimeError unless all ranks that share a model walk the same program (else they would hang)."""
+    def check_same_program(self, parts: Callable[[], Iterable[bytes]]) -> None:
+        """Raise RuntimeError unless all ranks that share a model walk the same program (else they would hang).
+
+        ``parts`` gives the bytes that must be equal; it is called where there is another rank to compare with.
+        """
         if self.sizes.tp * self.sizes.pp == 1:
             return
-        number = int(digest[:15], 16)
+        hasher = hashlib.sha256()
+        for part in parts():
+            hasher.update(part)
+        number = int(hasher.hexdigest()[:15], 16)
         extremes = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
         if extremes.tolist() != [number, -number]:

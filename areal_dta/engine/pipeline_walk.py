@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from areal_dta.engine.attention import BlockContext
-from areal_dta.engine.block_heads import BlockGradient, BlockSink
+from areal_dta.engine.block_heads import BlockGradient, BlockSink, reads
 from areal_dta.engine.block_runner import BlockRunner
 from areal_dta.engine.megatron import MegatronPolicy
 from areal_dta.engine.pipeline import StageLink
@@ -54,15 +54,13 @@ class PipelineWalk:
                 self._runner.pop(block)
                 continue
             context = self._runner.push(block) if op.kind is OpKind.PUSH else self._runner.visit(block, op.absorbs)
-            reads = bool(sink.needed_U[block.tokens_S].any())
-            output = self._compute(block, context, self._receive(block.num_tokens), reads)
+            is_read = reads(sink, block)
+            output = self._compute(block, context, self._receive(block.num_tokens), is_read)
             if not self._link.is_last:
                 self._link.send_forward(output)
-            elif reads:
+            elif is_read:
                 sink.take(block, output)
-        self._link.finish()
-        for values in sink.results():
-            self._link.broadcast_from_last(values)
+        self._finish(sink)
 
     # ---- backward ----
 
@@ -84,7 +82,7 @@ class PipelineWalk:
                 in_flight[task.block] = started
         if not plan.ops:
             self._nothing()
-        self._link.finish()
+        self._finish(job)
 
     def _allow_open(self, stages: Sequence[Sequence[Task]]) -> None:
         """As many open sends as this stage's list and its neighbours' ask for."""
@@ -99,7 +97,7 @@ class PipelineWalk:
         stage_input = self._receive(block.num_tokens)
         keep = not is_push or plan.keep_B[task.block]
         with torch.set_grad_enabled(keep):
-            output = self._compute(block, context, stage_input, keep and self._reads(job, block))
+            output = self._compute(block, context, stage_input, keep and reads(job, block))
         if not self._link.is_last:
             self._link.send_forward(output)
         return _InFlight(context, stage_input, output if keep else None)
@@ -107,8 +105,8 @@ class PipelineWalk:
     def _backward(self, block: Block, started: _InFlight, job: BlockGradient) -> None:
         context, output = started.context, started.output
         if output is None:
-            context = self._runner.again(block, context)
-            output = self._compute(block, context, started.stage_input, self._reads(job, block))
+            context = self._runner.again(context)
+            output = self._compute(block, context, started.stage_input, reads(job, block))
         if not self._link.is_last:
             output.backward(self._link.recv_backward(tuple(output.shape)))
         else:
@@ -116,8 +114,11 @@ class PipelineWalk:
         self._runner.release(context)
         self._return(started.stage_input)
 
-    def _reads(self, job: BlockGradient, block: Block) -> bool:
-        return bool(job.needed_U[block.tokens_S].any())
+    def _finish(self, head: BlockSink | BlockGradient) -> None:
+        """Wait for what was sent; what the last stage collected goes to all."""
+        self._link.finish()
+        for values in head.results():
+            self._link.broadcast_from_last(values)
 
     def _nothing(self) -> None:
         """One token with zero weight through all stages: every parameter is touched, as on ranks that have rows."""
@@ -133,10 +134,10 @@ class PipelineWalk:
     # ---- one block ----
 
     def _compute(
-        self, block: Block, context: BlockContext, stage_input: torch.Tensor | None, reads: bool
+        self, block: Block, context: BlockContext, stage_input: torch.Tensor | None, is_read: bool
     ) -> torch.Tensor:
         """Output of this stage: what the next one needs; on the last hidden states [S, D], or a zero nobody reads."""
-        if reads or not self._link.is_last:
+        if is_read or not self._link.is_last:
             return self._runner.hidden(block, context, stage_input)
         return self._runner.keys_only(block, context, stage_input)
 

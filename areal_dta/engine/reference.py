@@ -9,7 +9,6 @@ Legend: S tokens of a row, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch.utils.checkpoint import checkpoint
 
+from areal_dta.engine.kernels import wide_dtype
 from areal_dta.engine.megatron import MegatronPolicy
 from areal_dta.engine.pipeline import StageLink
 from areal_dta.engine.rows import Engine, GradientSync, Rows, RowValues, WalkStats, checked_coefficients
@@ -41,7 +41,7 @@ class DenseEngine:
         self.policy = policy
         self.recompute = recompute
         self.stats = WalkStats()
-        self._wide = torch.float64 if policy.dtype == torch.float64 else torch.float32
+        self._wide = wide_dtype(policy.dtype)
 
     @torch.no_grad()
     def forward(
@@ -114,7 +114,7 @@ class DenseEngine:
         self.stats = self._stats(rows, began)
 
     def _check_same_rows(self, rows: Rows) -> None:
-        self.policy.check_same_program(hashlib.sha256(rows.offsets_S1.tobytes() + rows.ids_T.tobytes()).hexdigest())
+        self.policy.check_same_program(lambda: (rows.offsets_S1.tobytes(), rows.ids_T.tobytes()))
 
     def _row_forward(self, link: StageLink | None, ids_S: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(input of this stage, its output), the output sent on; on the last stage hidden states ``[S, D]``."""

@@ -30,7 +30,7 @@ class _Segment:
         self.start, self.end = start, end
         self.num_frames = 0
         shape = (*like_LGCH.shape[:2], end - start, like_LGCH.shape[3])
-        dtype = torch.float64 if like_LGCH.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(like_LGCH.dtype, torch.float32)
         self._k_LGSH: torch.Tensor | None = torch.zeros(shape, dtype=dtype, device=like_LGCH.device)
         self._v_LGSH: torch.Tensor | None = torch.zeros_like(self._k_LGSH)
 

@@ -9,19 +9,20 @@ Legend: U trie tokens, T row tokens, S rows of a block, D hidden.
 
 from __future__ import annotations
 
-import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from areal_dta.engine.attention import BlockContext
-from areal_dta.engine.block_heads import BlockGradient, BlockSink, Coefficients, LogprobGradient, LogprobSink
+from areal_dta.engine.block_heads import BlockGradient, BlockSink, Coefficients, LogprobGradient, LogprobSink, reads
 from areal_dta.engine.block_runner import BlockRunner
 from areal_dta.engine.block_values import ValueGradient, ValueSink
 from areal_dta.engine.fused_loss import FusedGradient, FusedOutcome, TokenLoss
-from areal_dta.engine.kernels import AttentionKernel, kernel_for
+from areal_dta.engine.kernels import AttentionKernel, kernel_for, wide_dtype
 from areal_dta.engine.megatron import MegatronPolicy
 from areal_dta.engine.pipeline_walk import PipelineWalk
 from areal_dta.engine.rows import GradientSync, Rows, RowValues, WalkStats
@@ -34,6 +35,8 @@ from areal_dta.tree.stage_time import pipeline_seconds
 from areal_dta.tree.timing import TimeModel
 
 __all__ = ["TreeEngine"]
+
+Job = TypeVar("Job", bound=BlockGradient)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class TreeEngine:
         self.timing = timing
         self.stats = WalkStats()
         self._kernel = kernel or kernel_for(policy.device, policy.dtype, policy.shape.head_dim)
-        self._wide = torch.float64 if policy.dtype == torch.float64 else torch.float32
+        self._wide = wide_dtype(policy.dtype)
         self._last_batch: TreeBatch | None = None
 
     def batch(self, rows: Rows) -> TreeBatch:
@@ -105,7 +108,7 @@ class TreeEngine:
         settings = settings if self.settings.kind in ("auto", "classic") else self.settings
         plan = plan_walk(batch.trie, settings, None, sink.needed_U)
         planned = time.perf_counter()
-        self.policy.check_same_program(_program_digest(batch, plan, sink))
+        self.policy.check_same_program(lambda: _program(batch, plan, sink))
         runner = BlockRunner(self.policy, self._kernel, batch, plan.stack_rows, with_grad=False)
         link = self.policy.stage_link()
         if link is None:
@@ -122,7 +125,7 @@ class TreeEngine:
                 runner.pop(block)
                 continue
             context = runner.push(block) if op.kind is OpKind.PUSH else runner.visit(block, op.absorbs)
-            if _reads(sink.needed_U, block):
+            if reads(sink, block):
                 sink.take(block, runner.hidden(block, context))
             else:
                 runner.keys_only(block, context)
@@ -139,14 +142,17 @@ class TreeEngine:
         coefficient are not walked. ``sync='none'`` when more backwards of the same optimizer step follow. A rank
         without rows (or with zero coefficients only) walks one token with zero weight and joins the reduction.
         """
-        began = time.perf_counter()
-        self.policy.check_accumulating()
-        batch = self.batch(rows)
-        coef = Coefficients.of_rows(batch, dlogp_T, dentropy_T, mask_T)
-        job = LogprobGradient(batch, self.policy.vocab_head(), temperature, coef, self._wide)
-        self._walk_backward(batch, job, began)
-        self.policy.finish_gradients(sync)
-        self.stats = replace(self.stats, seconds=time.perf_counter() - began)
+        self._add_gradients(
+            rows,
+            lambda batch: LogprobGradient(
+                batch,
+                self.policy.vocab_head(),
+                temperature,
+                Coefficients.of_rows(batch, dlogp_T, dentropy_T, mask_T),
+                self._wide,
+            ),
+            sync,
+        )
 
     def backward_fused(
         self, rows: Rows, token_loss: TokenLoss, temperature: float = 1.0, want_entropy: bool = False, *,
@@ -156,19 +162,14 @@ class TreeEngine:
 
         Subtrees without a position of ``token_loss.needed_T`` are not walked. Entropies are a statistic here.
         """
-        began = time.perf_counter()
-        self.policy.check_accumulating()
-        batch = self.batch(rows)
-        job = FusedGradient(
-            batch, self.policy.vocab_head(), temperature, token_loss, want_entropy, self._wide, self.policy.device
+        policy, wide = self.policy, self._wide
+        job = self._add_gradients(
+            rows,
+            lambda batch: FusedGradient(
+                batch, policy.vocab_head(), temperature, token_loss, want_entropy, wide, policy.device
+            ),
+            sync,
         )
-        self._walk_backward(batch, job, began)
-        link = self.policy.stage_link()
-        if link is not None:
-            for values in job.results():
-                link.broadcast_from_last(values)
-        self.policy.finish_gradients(sync)
-        self.stats = replace(self.stats, seconds=time.perf_counter() - began)
         return job.outcome()
 
     def backward_values(
@@ -176,19 +177,26 @@ class TreeEngine:
         sync: GradientSync = "sharded",
     ) -> None:  # fmt: skip
         """Add the gradient of ``sum(dvalue * value)`` to a critic's buffers; otherwise as `backward`."""
+        self._add_gradients(
+            rows, lambda batch: ValueGradient(batch, self.policy.value_head(), dvalue_T, mask_T, self._wide), sync
+        )
+
+    def _add_gradients(self, rows: Rows, job_of: Callable[[TreeBatch], Job], sync: GradientSync) -> Job:
+        """Walk back with the job made for the rows' tree, then reduce."""
         began = time.perf_counter()
         self.policy.check_accumulating()
         batch = self.batch(rows)
-        job = ValueGradient(batch, self.policy.value_head(), dvalue_T, mask_T, self._wide)
+        job = job_of(batch)
         self._walk_backward(batch, job, began)
         self.policy.finish_gradients(sync)
         self.stats = replace(self.stats, seconds=time.perf_counter() - began)
+        return job
 
     def _walk_backward(self, batch: TreeBatch, job: BlockGradient, began: float) -> None:
         """Gradients of all needed blocks into the policy's buffers, not reduced over ranks."""
         plan = plan_walk(batch.trie, self.settings, self.memory, job.needed_U)
         planned = time.perf_counter()
-        self.policy.check_same_program(_program_digest(batch, plan, job))
+        self.policy.check_same_program(lambda: _program(batch, plan, job))
         self.policy.begin_gradients()
         runner = BlockRunner(self.policy, self._kernel, batch, plan.stack_rows, with_grad=True)
         link = self.policy.stage_link()
@@ -229,13 +237,13 @@ class TreeEngine:
     def _pop(self, runner: BlockRunner, job: BlockGradient, block: Block, pushed: _Pushed) -> None:
         context, root = pushed.context, pushed.root
         if root is None:
-            context = runner.again(block, context)
+            context = runner.again(context)
             root = self._compute(runner, job, block, context)
         self._differentiate(runner, job, block, context, root)
 
     def _compute(self, runner: BlockRunner, job: BlockGradient, block: Block, context: BlockContext) -> torch.Tensor:
         """Forward with graph: hidden states [S, D], or a zero where no output is read."""
-        return runner.hidden(block, context) if _reads(job.needed_U, block) else runner.keys_only(block, context)
+        return runner.hidden(block, context) if reads(job, block) else runner.keys_only(block, context)
 
     def _differentiate(
         self, runner: BlockRunner, job: BlockGradient, block: Block, context: BlockContext, root: torch.Tensor
@@ -267,13 +275,6 @@ class TreeEngine:
         )
 
 
-def _program_digest(batch: TreeBatch, plan: WalkPlan, head: BlockSink | BlockGradient) -> str:
+def _program(batch: TreeBatch, plan: WalkPlan, head: BlockSink | BlockGradient) -> tuple[bytes, ...]:
     """Ranks of one model must agree on tokens, blocks and projections, or they hang or add up unlike gradients."""
-    hasher = hashlib.sha256(plan.digest().encode())
-    for part in (batch.trie.ids_U.tobytes(), np.packbits(head.needed_U).tobytes(), head.signature):
-        hasher.update(part)
-    return hasher.hexdigest()
-
-
-def _reads(needed_U: np.ndarray, block: Block) -> bool:
-    return bool(needed_U[block.tokens_S].any())
+    return plan.digest().encode(), batch.trie.ids_U.tobytes(), np.packbits(head.needed_U).tobytes(), head.signature

@@ -64,8 +64,15 @@ def parse_args(argv: list[str] | None = None) -> RouterSettings:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30100, help="0: any free port, printed on start")
     parser.add_argument("--api-key")
-    parser.add_argument("--wait-s", type=float, default=120.0, help="how long a request waits for a live server")
-    parser.add_argument("--spill-above", type=int, default=16, help="requests that affinity may cost in balance")
+    parser.add_argument(
+        "--wait-s",
+        type=float,
+        default=RouterSettings.no_server_wait_s,
+        help="how long a request waits for a live server",
+    )
+    parser.add_argument(
+        "--spill-above", type=int, default=RouterSettings.spill_above, help="requests that affinity may cost in balance"
+    )
     parser.add_argument("--state-file", type=Path, help="remembers the current version across restarts")
     args = parser.parse_args(argv)
     if (args.run is None) == (args.servers is None):

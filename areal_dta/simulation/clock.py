@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -105,8 +106,7 @@ class Station:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._queue: list[tuple[float, Callback]] = []
-        self._head = 0
+        self._queue: deque[tuple[float, Callback]] = deque()
         self._busy = False
         self.busy_s = 0.0  # wall
         self._since_s = 0.0
@@ -122,12 +122,11 @@ class Station:
             self._next()
 
     def _next(self) -> None:
-        if self._head == len(self._queue):
-            self._queue, self._head, self._busy = [], 0, False
+        if not self._queue:
+            self._busy = False
             self.busy_s += self._clock.now_s - self._since_s
             return
-        seconds, done = self._queue[self._head]
-        self._head += 1
+        seconds, done = self._queue.popleft()
 
         def end() -> None:
             done()

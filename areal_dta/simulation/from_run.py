@@ -66,9 +66,12 @@ class _Run:
         self.path = run_dir
         self.usage: Usage | None = read_usage(run_dir)
         self.by_name: dict[str, list[MetricRecord]] = {}
+        self._by_step: dict[tuple[str, str], dict[int, MetricRecord]] = {}
         for record in read_metrics(run_dir / "metrics.jsonl"):
             if record.value is not None:
                 self.by_name.setdefault(record.name, []).append(record)
+                if record.step is not None:
+                    self._by_step.setdefault((record.name, record.proc), {})[record.step] = record
         steps = self.of_trainer("time/step")
         if len(steps) < SKIPPED_STEPS + 2:
             raise SimulationError(
@@ -80,8 +83,7 @@ class _Run:
 
     def of_trainer(self, name: str, rank: int = 0) -> dict[int, MetricRecord]:
         """By step; the last record of a step counts."""
-        proc = f"trainer.{rank}"
-        return {r.step: r for r in self.by_name.get(name, ()) if r.proc == proc and r.step is not None}
+        return self._by_step.get((name, f"trainer.{rank}"), {})
 
     def mean(self, name: str, rank: int = 0, default: float | None = None) -> float:
         found = self.of_trainer(name, rank)
@@ -115,6 +117,10 @@ def _observed(run: _Run) -> Observed:
     episodes = [r for r in run.within("rollout/episode_s") if not r.labels.get("eval")]
     staleness = {r.step: _value(r) for r in run.by_name.get("batch/staleness_mean", ())}
     trained = {r.step: _value(r) for r in run.by_name.get("batch/episodes", ())}
+    if missing := [step for step in run.steps if step not in staleness or step not in trained]:
+        raise SimulationError(
+            f"{run.path} has no batch/staleness_mean or batch/episodes of step {missing[0]}; calibrate on another run"
+        )
     step_s = run.mean("time/step")
     other_s = sum(run.mean(f"time/{part}") for part in ("wait_batch", "publish"))
     checkpoint_s = sum(_value(r) for s, r in run.of_trainer("time/checkpoint").items() if s in run.steps)
@@ -150,8 +156,7 @@ def calibrate(
     observed = _observed(run)
     workload = read_traces(sorted((run_dir / "traces").glob("batch_*.npz")), seed)
     cores = None if run.usage is None else float(run.usage.cores)
-    settings = dataclasses.replace(settings, cores=cores, background=0.0)
-    settings = dataclasses.replace(settings, warmup_steps=SKIPPED_STEPS)
+    settings = dataclasses.replace(settings, cores=cores, background=0.0, warmup_steps=SKIPPED_STEPS)
     turns = sum(_value(r) for r in run.within("rollout/turns"))
     episodes = len(run.within("rollout/turns"))
     if not episodes:

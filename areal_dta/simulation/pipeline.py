@@ -18,8 +18,8 @@ from areal_dta.simulation.pool import Counts, Finished, Grant, Pool
 from areal_dta.simulation.servers import Request, Server, ServerTimes
 from areal_dta.simulation.settings import SimulationError, SimulationSettings
 from areal_dta.simulation.speeds import Speeds
-from areal_dta.simulation.workload import EpisodeScript, Workload
-from areal_dta.tree.cost import TREE_TOKENS, lower_bound
+from areal_dta.simulation.workload import EpisodeScript, Workload, gamma
+from areal_dta.tree.cost import lower_bound
 
 __all__ = ["SimulatedStep", "Simulation"]
 
@@ -151,10 +151,7 @@ class Simulation:
             self._batcher.submit(self.speeds.environment.delivery_s, partial(self._finish, episode))
             return
         env = self.speeds.environment
-        latency_s = env.latency_s
-        if env.latency_spread and latency_s:
-            shape = 1 / env.latency_spread**2
-            latency_s = float(rng.gamma(shape, latency_s / shape))
+        latency_s = gamma(rng, env.latency_s, env.latency_spread)
         self.clock.after(latency_s, lambda: self._router.submit(env.relay_s, partial(self._request, episode, rng)))
 
     def _request(self, episode: RunningEpisode, rng: np.random.Generator) -> None:
@@ -232,7 +229,7 @@ class Simulation:
             episodes=sum(map(len, batch)),
             tokens=sum(done.num_tokens for group in batch for done in group),
             row_tokens=rows.row_tokens,
-            tree_tokens=int(TREE_TOKENS.tree(rows)),
+            tree_tokens=rows.tree_tokens,
             staleness=dict(sorted(staleness.items())),
         )
         began_s, left = self.clock.now_s, s.trainer_gpus

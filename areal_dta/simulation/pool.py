@@ -5,6 +5,7 @@ instead of a log, so that a simulated step costs milliseconds; a test holds the 
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class Pool:
             batch_groups=settings.batch_groups,
             group_size=settings.group_size,
             eta=settings.eta,
+            min_group_size=settings.min_group_size,
+            stale_reissues=settings.stale_reissues,
         )
 
     # -- admission
@@ -154,8 +157,7 @@ class Pool:
         self.counts.running -= 1
         self.counts.failed += 1
         if not slot.failed:
-            self._free.append((grant.group_id, grant.sample))
-            self._free = deque(sorted(self._free))
+            bisect.insort(self._free, (grant.group_id, grant.sample))
         self._settle(group)
 
     def _settle(self, group: Group) -> None:

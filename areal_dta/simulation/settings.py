@@ -19,7 +19,8 @@ class SimulationSettings:
     """``steps`` are simulated, the first ``warmup_steps`` left out of averages. ``total_steps``: the length of the run
     whose beginning this is (None: unlimited), as admission counts it. ``max_concurrent`` episodes run at once over all
     ``workers`` (None: those of a step, as a worker assumes). ``cores`` None: nothing shares a processor.
-    ``failure_rate`` of episodes fail after a random part of their turns and are tried again, ``max_attempts`` times.
+    ``failure_rate`` of episodes fail after a random part of their turns and are tried again, ``max_attempts`` times;
+    ``min_group_size`` and ``stale_reissues`` are the batcher's.
     """
 
     servers: int
@@ -41,6 +42,8 @@ class SimulationSettings:
     background: float = 0.0
     failure_rate: float = 0.0
     max_attempts: int = 3
+    min_group_size: int | None = None
+    stale_reissues: int = 1
 
     def __post_init__(self) -> None:
         for name in ("servers", "batch_groups", "group_size", "workers", "dp", "tp", "pp", "server_tp", "steps"):
@@ -60,6 +63,10 @@ class SimulationSettings:
             raise SimulationError(f"failure_rate is {self.failure_rate}; it must be at least 0 and below 1")
         if self.max_attempts < 1:
             raise SimulationError(f"max_attempts is {self.max_attempts}; it must be at least 1")
+        if self.min_group_size is not None and not 1 <= self.min_group_size <= self.group_size:
+            raise SimulationError(f"min_group_size is {self.min_group_size}; it must be 1 to {self.group_size}")
+        if self.stale_reissues < 0:
+            raise SimulationError(f"stale_reissues is {self.stale_reissues}; it must not be negative")
 
     @property
     def batch_episodes(self) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_dta.simulation.settings import SimulationError
+
 __all__ = ["USAGE_FILE", "Usage", "read_usage"]
 
 USAGE_FILE = "usage.json"
@@ -35,13 +37,18 @@ class Usage:
 
 
 def read_usage(run_dir: Path) -> Usage | None:
-    """The record of a run, or None where there is none."""
+    """The record of a run, or None where there is none. Raises SimulationError for one that cannot be read."""
     path = run_dir / USAGE_FILE
     if not path.is_file():
         return None
-    raw = json.loads(path.read_text())
     samples = {}
-    for name, rows in raw["samples"].items():
-        columns = np.asarray(rows, np.float64).T
-        samples[name] = (columns[0], columns[1])
-    return Usage(samples, int(raw["cores"]))
+    try:
+        raw = json.loads(path.read_text())
+        for name, rows in raw["samples"].items():
+            columns = np.asarray(rows, np.float64).T
+            samples[name] = (columns[0], columns[1])
+        return Usage(samples, int(raw["cores"]))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SimulationError(
+            f"{path} is no record of processor times: {error!r}; remove it to calibrate on wall times"
+        ) from error

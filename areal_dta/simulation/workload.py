@@ -5,6 +5,8 @@ Legend: E episodes of a trace, S rows (one per turn), R rows by sorted position.
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 
 from areal_dta.tree.trie import SortedRows, sort_rows
 
-__all__ = ["EpisodeScript", "LengthWorkload", "TraceWorkload", "Workload", "WorkloadError", "read_traces"]
+__all__ = ["EpisodeScript", "LengthWorkload", "TraceWorkload", "Workload", "WorkloadError", "gamma", "read_traces"]
 
 _ARRAYS = ("ids", "offsets", "turn_traj", "turn_start", "turn_end")
 
@@ -87,14 +89,14 @@ class LengthWorkload:
 
     def group(self, group_id: int, group_size: int) -> list[EpisodeScript]:
         rng = np.random.default_rng([self.seed, group_id])
-        factor = _gamma(rng, 1.0, self.task_spread)
+        factor = gamma(rng, 1.0, self.task_spread)
         return [self._episode(rng, factor, sample) for sample in range(group_size)]
 
     def _episode(self, rng: np.random.Generator, factor: float, sample: int) -> EpisodeScript:
-        turns = max(1, round(_gamma(rng, self.turns * factor, self.turns_spread)))
+        turns = max(1, round(gamma(rng, self.turns * factor, self.turns_spread)))
         prompts, generated, context = [], [], round(self.prompt_tokens)
         for _ in range(turns):
-            drawn = max(1, round(_gamma(rng, self.generated_tokens, self.generated_spread)))
+            drawn = max(1, round(gamma(rng, self.generated_tokens, self.generated_spread)))
             length = min(drawn, self.max_tokens - context)
             if length <= 0:
                 break
@@ -119,7 +121,8 @@ class LengthWorkload:
         return SortedRows(np.arange(len(lens_R)), lens_R, lcp_R)
 
 
-def _gamma(rng: np.random.Generator, mean: float, spread: float) -> float:
+def gamma(rng: np.random.Generator, mean: float, spread: float) -> float:
+    """A gamma-distributed number with this mean and relative standard deviation."""
     if spread == 0 or mean == 0:
         return mean
     shape = 1 / spread**2
@@ -140,6 +143,13 @@ class TraceWorkload:
     def __init__(self, arrays: dict[str, np.ndarray], seed: int = 0) -> None:
         offsets = arrays["offsets"].astype(np.int64)
         turn_traj, start_S, end_S = (arrays[n].astype(np.int64) for n in ("turn_traj", "turn_start", "turn_end"))
+        lens_E = np.diff(offsets)
+        if (
+            ((turn_traj < 0) | (turn_traj >= len(lens_E))).any()
+            or (start_S < 0).any()
+            or (end_S > lens_E[turn_traj]).any()
+        ):
+            raise WorkloadError("a turn of the trace lies outside its episode; record the trace again")
         used = end_S > start_S
         if not used.any():
             raise WorkloadError("the trace has no turn with generated tokens")
@@ -217,8 +227,8 @@ def read_traces(paths: Sequence[Path], seed: int = 0) -> TraceWorkload:
         try:
             with np.load(path, allow_pickle=False) as file:
                 trace = {name: file[name] for name in (*_ARRAYS, "task_id") if name in file.files}
-        except (OSError, ValueError, EOFError) as error:
-            raise WorkloadError(f"{path} is not a readable npz file: {error}") from error
+        except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:  # TypeError: .npy
+            raise WorkloadError(f"{path} is not a readable npz file: {error}; record the trace again") from error
         missing = [name for name in _ARRAYS if name not in trace]
         if missing:
             raise WorkloadError(f"{path} has no array {missing[0]!r}; a simulation needs the turns of episodes")

@@ -5,6 +5,7 @@ Legend: U trie tokens, G segments of the trie, V live segments, in depth-first o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,18 @@ class Forest:
 
     def length(self, segment: int) -> int:
         return self.stop[segment] - self.start[segment]
+
+    def path_tokens(self, path: Sequence[int], low: int, high: int) -> np.ndarray:
+        """Trie tokens at positions low .. high-1 of a path of segments, each the parent of the next."""
+        runs = []
+        for segment in reversed(path):
+            depth = self.depth[segment]
+            first, last = max(low - depth, 0), min(high - depth, self.length(segment))
+            if last > first:
+                runs.append(np.arange(self.start[segment] + first, self.start[segment] + last))
+            if depth <= low:
+                break
+        return np.concatenate(runs[::-1])
 
     def heaviest(self, segment: int) -> int:
         """The child with the largest subtree (the first of equals), -1 for a leaf."""
@@ -92,7 +105,7 @@ class ChainBuilder:
 
     def __init__(self, forest: Forest) -> None:
         self.forest = forest
-        self.runs: list[tuple[int, int]] = []  # trie token ranges in row order
+        self.parts: list[np.ndarray] = []  # trie tokens in row order
         self.num_rows = 0
         self.start: list[int] = []
         self.parent: list[int] = []
@@ -100,17 +113,16 @@ class ChainBuilder:
         self.depth: list[int] = []
 
     def open_chain(self, parent: int, cut: int, depth: int) -> int:
-        """Begin a chain; `add_run` fills the one opened last."""
+        """Begin a chain; `add_tokens` fills the one opened last."""
         self.start.append(self.num_rows)
         self.parent.append(parent)
         self.cut.append(cut)
         self.depth.append(depth)
         return len(self.start) - 1
 
-    def add_run(self, start: int, stop: int) -> None:
-        if stop > start:
-            self.runs.append((start, stop))
-            self.num_rows += stop - start
+    def add_tokens(self, tokens: np.ndarray) -> None:
+        self.parts.append(tokens)
+        self.num_rows += len(tokens)
 
     def add_subtree(self, segment: int, parent: int, cut: int) -> None:
         """All live tokens of a segment's subtree: its heavy path as one chain, light subtrees hanging on it."""
@@ -121,7 +133,7 @@ class ChainBuilder:
             chain = self.open_chain(parent, cut, forest.depth[segment])
             length, light = 0, []
             while segment >= 0:
-                self.add_run(forest.start[segment], forest.stop[segment])
+                self.add_tokens(np.arange(forest.start[segment], forest.stop[segment]))
                 length += forest.length(segment)
                 heavy = forest.heaviest(segment)
                 light += [(child, chain, length) for child in forest.children[segment] if child != heavy]
@@ -129,6 +141,5 @@ class ChainBuilder:
             pending += reversed(light)
 
     def build(self) -> Block:
-        tokens_S = np.concatenate([np.arange(a, b) for a, b in self.runs]) if self.runs else np.zeros(0, np.int64)
         arrays = (np.asarray(x, np.int64) for x in (self.start, self.parent, self.cut, self.depth))
-        return Block(tokens_S, *arrays)
+        return Block(np.concatenate(self.parts), *arrays)

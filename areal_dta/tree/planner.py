@@ -141,9 +141,12 @@ class _Unit:
 
 @dataclass
 class _Trunk:
-    """Path segments from a heavy segment to the next branching into several heavy ones (``ends``), or to a leaf."""
+    """Path segments at positions ``depth .. end - 1``, from a heavy segment to the next branching into several heavy
+    ones (``ends``), or to a leaf.
+    """
 
     depth: int
+    end: int
     segments: list[int]
     units: list[_Unit]
     ends: list[int]
@@ -190,7 +193,7 @@ class _AutoPlanner:
     # ---- structure ----
 
     def _trunk(self, segment: int) -> _Trunk:
-        forest, trunk = self.forest, _Trunk(self.forest.depth[segment], [], [], [])
+        forest, trunk = self.forest, _Trunk(self.forest.depth[segment], 0, [], [], [])
         cut = trunk.depth
         while True:
             trunk.segments.append(segment)
@@ -199,13 +202,13 @@ class _AutoPlanner:
             light = [child for child in forest.children[segment] if forest.tokens[child] <= self.cap]
             trunk.units += [_Unit(child, cut, forest.tokens[child]) for child in light]
             if len(heavy) != 1:
-                trunk.ends = heavy
+                trunk.end, trunk.ends = cut, heavy
                 return trunk
             segment = heavy[0]
 
     def _grow(self, segment: int) -> list[_Grow | _Bundle]:
         trunk = self._trunk(segment)
-        tokens = self._path_tokens(trunk.segments)
+        tokens = self.forest.path_tokens(trunk.segments, trunk.depth, trunk.end)
         tail = 0 if trunk.ends else self._tail_length(len(tokens), trunk)
         split = trunk.depth + len(tokens) - tail
         chunks = self._push_chunks(tokens[: len(tokens) - tail], trunk.depth)
@@ -213,10 +216,6 @@ class _AutoPlanner:
             self._visit_tail(trunk, tokens[len(tokens) - tail :], split)
         units = [unit for unit in trunk.units if not tail or unit.cut <= split]
         return [*(_Grow(end) for end in trunk.ends), _Bundle(units, chunks)]
-
-    def _path_tokens(self, segments: list[int]) -> np.ndarray:
-        forest = self.forest
-        return np.concatenate([np.arange(forest.start[v], forest.stop[v]) for v in segments])
 
     def _tail_length(self, length: int, trunk: _Trunk) -> int:
         """Tokens at a trunk's end to visit with all that hangs on them: at most ``cap`` together, balanced against the
@@ -257,8 +256,7 @@ class _AutoPlanner:
     def _visit_tail(self, trunk: _Trunk, tokens: np.ndarray, split: int) -> None:
         builder = ChainBuilder(self.forest)
         chain = builder.open_chain(ON_PATH, split, split)
-        for run in np.split(tokens, np.flatnonzero(np.diff(tokens) != 1) + 1):
-            builder.add_run(int(run[0]), int(run[-1]) + 1)
+        builder.add_tokens(tokens)
         for unit in sorted((unit for unit in trunk.units if unit.cut > split), key=lambda unit: unit.cut):
             builder.add_subtree(unit.segment, chain, unit.cut - split)
         self._emit(OpKind.VISIT, builder.build())

@@ -13,8 +13,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from areal_dta.tree.forest import Forest
 from areal_dta.tree.plan import Block, Op, OpKind, WalkPlan
 
@@ -35,7 +33,7 @@ def classic_plan(forest: Forest, max_block_tokens: int, cut_tail: bool) -> WalkP
 
     def emit(kind: OpKind, leaf: _Leaf, low: int, high: int, absorbs: bool = False) -> None:
         ops.append(Op(kind, len(blocks), absorbs))
-        blocks.append(Block.chain(_path_tokens(forest, leaf.path, low, high), low))
+        blocks.append(Block.chain(forest.path_tokens(leaf.path, low, high), low))
 
     on_stack = 0
     for leaf in _leaves(forest):
@@ -68,16 +66,3 @@ def _leaves(forest: Forest) -> Iterator[_Leaf]:
         pending.extend(reversed(forest.children[segment]))
     if path:
         yield _Leaf(path, forest.depth[path[-1]] + forest.length(path[-1]), 0)
-
-
-def _path_tokens(forest: Forest, path: list[int], low: int, high: int) -> np.ndarray:
-    """Trie tokens at positions low .. high-1 of a path."""
-    runs = []
-    for segment in reversed(path):
-        depth = forest.depth[segment]
-        first, last = max(low - depth, 0), min(high - depth, forest.length(segment))
-        if last > first:
-            runs.append(np.arange(forest.start[segment] + first, forest.start[segment] + last))
-        if depth <= low:
-            break
-    return np.concatenate(runs[::-1])

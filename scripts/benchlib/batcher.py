@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import numpy as np
 
 from areal_dta.channel import RpcClient
 from areal_dta.records import LaunchPlan
-from scripts.benchlib.report import UsageError, progress
+from scripts.benchlib.report import UsageError, end, free_port, progress
 
 __all__ = ["add_arguments", "run"]
 
@@ -72,8 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             for worker in workers:
                 worker.kill()
-            batcher.terminate()
-            batcher.wait(30)
+            end(batcher)
 
 
 def _measure(
@@ -157,9 +155,7 @@ def _prepare(run_dir: Path, args: argparse.Namespace) -> str:
     (run_dir / "config.yaml").write_text(
         _CONFIG.format(group_size=args.group, groups=groups, ranks=args.ranks, intake_limit=4 * args.trajectories)
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     LaunchPlan(
         str(run_dir), 0, address, "tcp://127.0.0.1:9", "", (), "127.0.0.1", 1, args.ranks, 1, 1, args.workers
     ).write(run_dir / "launch.json")

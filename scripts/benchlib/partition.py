@@ -22,6 +22,7 @@ from areal_dta.tree.partition import METHODS, bin_costs, duplicated_tokens, part
 from areal_dta.tree.sizes import ModelSizes
 from areal_dta.tree.trie import SortedRows, sort_rows
 from scripts.benchlib.report import UsageError, at_least, counts, finite, trace_arrays
+from scripts.benchlib.workloads import by_task
 
 __all__ = ["Batch", "add_arguments", "measure", "recorded", "run", "synthetic"]
 
@@ -149,7 +150,7 @@ def recorded(path: Path, subset: str | None, num_trajectories: int, max_len: int
     keep = np.diff(offsets) <= max_len
     if subset is not None:
         keep &= (names == subset) | np.char.startswith(names, f"{subset}/")
-    chosen = _by_task(np.flatnonzero(keep), task_id)
+    chosen = np.asarray(by_task(np.flatnonzero(keep), task_id, _PER_TASK), np.int64)
     if len(chosen) < num_trajectories:
         raise UsageError(
             f"set {subset!r} has {len(chosen)} trajectories of at most {max_len} tokens at {_PER_TASK} per task, "
@@ -165,11 +166,3 @@ def recorded(path: Path, subset: str | None, num_trajectories: int, max_len: int
         raise UsageError(f"--trace {path}: the chosen trajectories have no turns; use --whole")
     offsets_S1 = np.concatenate([[0], np.cumsum(lens)])
     return Batch(np.concatenate([ids[a : a + n] for a, n in zip(start, lens)]), offsets_S1)
-
-
-def _by_task(members: np.ndarray, task_id: np.ndarray) -> np.ndarray:
-    groups: dict[str, list[int]] = {}
-    for trajectory in members.tolist():
-        groups.setdefault(str(task_id[trajectory]), []).append(trajectory)
-    largest_first = sorted(groups.values(), key=lambda group: -len(group))
-    return np.asarray([t for group in largest_first for t in group[:_PER_TASK]], np.int64)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,18 @@ import numpy as np
 from launcher.rundir import RunError
 from launcher.trace_rows import read_arrays
 
-__all__ = ["UsageError", "at_least", "commit", "counts", "finite", "progress", "trace_arrays", "write_json"]
+__all__ = [
+    "UsageError",
+    "at_least",
+    "commit",
+    "counts",
+    "end",
+    "finite",
+    "free_port",
+    "progress",
+    "trace_arrays",
+    "write_json",
+]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _BEGAN_S = time.perf_counter()
@@ -66,6 +78,23 @@ def trace_arrays(path: str | Path, names: Sequence[str]) -> dict[str, np.ndarray
         if name not in arrays:
             raise UsageError(f"--trace {path} has no array {name!r}; a trace of turns has {', '.join(names)}")
     return arrays
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def end(process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> None:
+    """Ask a process to end; kill it when it does not in time."""
+    process.terminate()
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout_s)
 
 
 def progress(text: str) -> None:

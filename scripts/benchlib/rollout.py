@@ -35,7 +35,7 @@ from areal_dta.nn import DecoderConfig, load_decoder
 from areal_dta.rollout.server.engine import Engine
 from areal_dta.rollout.server.scheduler import SchedulerLimits
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, SamplingParams
-from scripts.benchlib.report import UsageError, commit, progress
+from scripts.benchlib.report import UsageError, at_least, commit, progress
 
 __all__ = ["add_arguments", "run", "staggered_lengths"]
 
@@ -86,9 +86,7 @@ def staggered_lengths(count: int, max_tokens: int, rng: np.random.Generator) -> 
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    for name in ("requests", "concurrency", "own_prompt", "equal_tokens", "max_tokens", "threads"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    at_least(args, 1, "requests", "concurrency", "own_prompt", "equal_tokens", "max_tokens", "threads")
     if args.shared_prefix < 0:
         raise UsageError(f"--shared-prefix must not be negative, got {args.shared_prefix}")
     rng = np.random.default_rng(args.seed)

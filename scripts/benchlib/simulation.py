@@ -83,7 +83,7 @@ def _make(args: argparse.Namespace, name: str) -> None:
     log = args.runs / f"{name}.log"
     code = run_recorded(command, run_dir, log, args.timeout)
     if code:
-        raise UsageError(f"the run {name} ended with code {code}; see {log}")
+        raise UsageError(f"the run {name} ended with code {code}; see {log}, or raise --timeout if it was cut off")
     loads = {"before": round(before, 2), "after": round(os.getloadavg()[0], 2)}
     (run_dir / "load_average.json").write_text(json.dumps(loads))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from areal_dta.engine import MegatronPolicy, init_process_group
 from areal_dta.tree.cost import flop_model
 from areal_dta.tree.trie import build_trie, sort_rows
+from scripts.benchlib.report import free_port
 from scripts.benchlib.workloads import Workload
 
 __all__ = ["SHAPE", "bench_policy", "dense_flops", "tree_flops"]
@@ -31,10 +31,7 @@ def bench_policy(vocab_size: int, max_len: int, seed: int) -> Iterator[MegatronP
     """A trainable fp32 policy without optimizer; the process group ends with the block."""
     with tempfile.TemporaryDirectory(prefix="areal-dta-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_hf_config(vocab_size, max_len)))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        init_process_group(0, 1, "127.0.0.1", port)
+        init_process_group(0, 1, "127.0.0.1", free_port())
         try:
             yield MegatronPolicy(folder, seed=seed, random_init=True)
         finally:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_dta.simulation.usage import USAGE_FILE
+from scripts.benchlib.report import end
 
 __all__ = ["run_recorded"]
 
@@ -38,9 +39,9 @@ def run_recorded(command: Sequence[str], run_dir: Path, log: Path, timeout_s: fl
                     process.wait(POLL_S)
         finally:
             if process.poll() is None:
-                process.terminate()
-                process.wait(60)
-    (run_dir / USAGE_FILE).write_text(json.dumps({"samples": samples, "cores": os.cpu_count()}))
+                end(process)
+    if run_dir.is_dir():  # otherwise the command failed before it made one; its exit code tells
+        (run_dir / USAGE_FILE).write_text(json.dumps({"samples": samples, "cores": os.cpu_count()}))
     return process.returncode
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from scripts.benchlib.report import UsageError, trace_arrays
 
-__all__ = ["MODEL_VOCAB", "Workload", "grpo", "spread_over_lengths", "trace", "turns"]
+__all__ = ["MODEL_VOCAB", "Workload", "by_task", "grpo", "spread_over_lengths", "trace", "turns"]
 
 MODEL_VOCAB = 4096
 
@@ -146,7 +146,7 @@ def trace(file: str | Path, set_name: str, num_trajectories: int, max_len: int, 
     members = np.flatnonzero((sets == set_name) | np.char.startswith(sets, f"{set_name}/"))
     if not len(members):
         raise UsageError(f"the trace has no set {set_name!r}; it has {', '.join(np.unique(sets).tolist())}")
-    chosen = _by_task(members, arrays["task_id"], samples_per_task)
+    chosen = by_task(members, arrays["task_id"], samples_per_task)
     if len(chosen) < num_trajectories:
         raise UsageError(
             f"set {set_name!r} has {len(chosen)} trajectories at {samples_per_task} per task, "
@@ -180,7 +180,8 @@ def trace(file: str | Path, set_name: str, num_trajectories: int, max_len: int, 
     return _workload("trace", rows, loss_starts, max(MODEL_VOCAB, len(distinct)), notes)
 
 
-def _by_task(members: np.ndarray, task_id: np.ndarray, samples_per_task: int) -> list[int]:
+def by_task(members: np.ndarray, task_id: np.ndarray, samples_per_task: int) -> list[int]:
+    """``members``, at most so many of a task, those of the tasks that have most of them first."""
     groups: dict[str, list[int]] = {}
     for trajectory in members.tolist():
         groups.setdefault(str(task_id[trajectory]), []).append(trajectory)

@@ -14,7 +14,15 @@ from areal_dta.engine import CheckpointError, DenseEngine, Engine, MegatronPolic
 from areal_dta.engine.hf import TensorReader, to_megatron
 from tests.parity.cases_single import ADAM, STEADY
 from tests.parity.plans import PLANS, rotated, tree_engine
-from tests.parity.support import FAMILIES, SEED, Context, assert_close, coefficients, value_gradients, whole_error
+from tests.parity.support import (
+    FAMILIES,
+    SEED,
+    Context,
+    assert_close,
+    assert_low_no_worse_than_dense,
+    coefficients,
+    value_gradients,
+)
 from tests.parity.tries import SHAPES, random_rows, subset
 
 
@@ -39,15 +47,7 @@ def critic_gradient_equals_dense_fp64(context: Context) -> None:
 
 
 def critic_bf16_error_is_no_larger_than_dense_bf16(context: Context) -> None:
-    exact, low = context.critic(), context.critic(torch.bfloat16)
-    engines: list[Engine] = [TreeEngine(low), DenseEngine(low)]
-    errors = np.zeros(2)
-    for seed in range(6):
-        rows = random_rows("three_levels", seed)
-        dvalue_T = coefficients(rows, seed, torch.float32)
-        want = value_gradients(exact, DenseEngine(exact), rows, dvalue_T)
-        errors += [whole_error(value_gradients(low, engine, rows, dvalue_T), want) for engine in engines]
-    assert errors[0] <= 1.1 * errors[1], f"tree and dense, sum of six batches: {errors}"
+    assert_low_no_worse_than_dense(context.critic(), context.critic(torch.bfloat16), value_gradients)
 
 
 def critic_values_equal_dense_and_transformers(context: Context) -> None:

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from areal_dta.engine import (
     CheckpointError,
     DenseEngine,
-    Engine,
     MegatronPolicy,
     OptimizerSettings,
     ParallelSizes,
@@ -25,7 +24,14 @@ from areal_dta.engine import (
 )
 from areal_dta.engine.kernels import ProductKernel
 from tests.parity.plans import rotated, tree_engine
-from tests.parity.support import FAMILIES, Context, assert_close, coefficients, gradients, whole_error
+from tests.parity.support import (
+    FAMILIES,
+    Context,
+    assert_close,
+    assert_low_no_worse_than_dense,
+    coefficients,
+    gradients,
+)
 from tests.parity.tries import SHAPES, VOCAB, random_rows
 
 ADAM = OptimizerSettings(lr=1e-3, weight_decay=0.01, gradient_clipping=1.0)
@@ -77,15 +83,7 @@ def product_kernel_equals_flash_kernel(context: Context) -> None:
 
 
 def bf16_error_is_no_larger_than_dense_bf16(context: Context) -> None:
-    exact, low = context.policy(), context.policy(torch.bfloat16)
-    engines: list[Engine] = [TreeEngine(low), DenseEngine(low)]
-    errors = np.zeros(2)  # of one batch they scatter by a fifth
-    for seed in range(6):
-        rows = random_rows("three_levels", seed)
-        dlogp = coefficients(rows, seed, torch.float32)
-        want = gradients(exact, DenseEngine(exact), rows, dlogp)
-        errors += [whole_error(gradients(low, engine, rows, dlogp), want) for engine in engines]
-    assert errors[0] <= 1.1 * errors[1], f"tree and dense, sum of six batches: {errors}"
+    assert_low_no_worse_than_dense(context.policy(), context.policy(torch.bfloat16), gradients)
 
 
 def values_equal_dense_and_transformers(context: Context) -> None:

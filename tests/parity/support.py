@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from areal_dta.engine import Engine, MegatronPolicy, OptimizerSettings, ParallelSizes, Rows
-from tests.parity.tries import VOCAB
+from areal_dta.engine import (
+    DenseEngine,
+    Engine,
+    MegatronPolicy,
+    OptimizerSettings,
+    ParallelSizes,
+    Rows,
+    TreeEngine,
+)
+from tests.parity.tries import VOCAB, random_rows
 
 SEED = 11
 FAMILIES = ("qwen3", "qwen2", "llama")
@@ -133,3 +142,19 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], bo
     error = worst_error(got, want)
     worst_errors[bound] = max(worst_errors.get(bound, 0.0), error)
     assert error <= bound, f"{what}: relative error {error:.2e} exceeds {bound:.0e}"
+
+
+def assert_low_no_worse_than_dense(
+    exact: MegatronPolicy,
+    low: MegatronPolicy,
+    gradients_of: Callable[[MegatronPolicy, Engine, Rows, torch.Tensor], dict[str, torch.Tensor]],
+) -> None:
+    """The tree's error in the precision of ``low`` against that of dense rows in the same."""
+    engines: list[Engine] = [TreeEngine(low), DenseEngine(low)]
+    errors = np.zeros(2)  # of one batch they scatter by a fifth
+    for seed in range(6):
+        rows = random_rows("three_levels", seed)
+        coefficients_T = coefficients(rows, seed, torch.float32)
+        want = gradients_of(exact, DenseEngine(exact), rows, coefficients_T)
+        errors += [whole_error(gradients_of(low, engine, rows, coefficients_T), want) for engine in engines]
+    assert errors[0] <= 1.1 * errors[1], f"tree and dense, sum of six batches: {errors}"

@@ -16,10 +16,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.layouts import case_names
+from tests.parity.layouts import LAYOUTS, case_names
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT_TIMEOUT_S = 480.0  # of a loaded machine; each needs less than a minute of one core
+READS_FILES_OF = {
+    "losses": ("single",),  # models
+    "dp2": ("single",),  # reference gradients and a checkpoint
+    "tp2": ("dp2",),  # a checkpoint
+    "tp2sp": ("dp2",),
+    "pp2": ("single",),
+    "tp2pp2": ("single",),
+    "dp2tp2": ("single",),
+    "dp2pp2": ("single",),
+    "single_again": ("pp2", "tp2pp2"),  # checkpoints
+}
 
 
 @dataclass(frozen=True)
@@ -66,120 +77,26 @@ def _run(layout: str, world: int, folder: Path) -> LayoutRun:
     return LayoutRun(results, "\n".join(log.read_text()[-2500:] for log in logs))
 
 
-@pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
+class Layouts:
+    """Runs each layout once, when first asked for, after those whose files it reads. All share one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs: dict[str, LayoutRun] = {}
+
+    def run(self, layout: str) -> LayoutRun:
+        if layout not in self._runs:
+            for earlier in READS_FILES_OF.get(layout, ()):
+                self.run(earlier)
+            self._runs[layout] = _run(layout, LAYOUTS[layout][0].world_size, self._folder)
+        return self._runs[layout]
 
 
 @pytest.fixture(scope="session")
-def single(shared_folder: Path) -> LayoutRun:
-    return _run("single", 1, shared_folder)
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> Layouts:
+    return Layouts(tmp_path_factory.mktemp("parity"))
 
 
-@pytest.fixture(scope="session")
-def memory(shared_folder: Path) -> LayoutRun:
-    return _run("memory", 1, shared_folder)
-
-
-@pytest.fixture(scope="session")
-def losses(shared_folder: Path, single: LayoutRun) -> LayoutRun:
-    """Needs the models that the single process wrote."""
-    return _run("losses", 1, shared_folder)
-
-
-@pytest.fixture(scope="session")
-def dp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
-    """Needs the reference gradients and the checkpoint that the single process wrote."""
-    return _run("dp2", 2, shared_folder)
-
-
-@pytest.fixture(scope="session")
-def tp2(shared_folder: Path, dp2: LayoutRun) -> LayoutRun:
-    """Needs the checkpoint that two data-parallel ranks wrote."""
-    return _run("tp2", 2, shared_folder)
-
-
-@pytest.fixture(scope="session")
-def tp2sp(shared_folder: Path, dp2: LayoutRun) -> LayoutRun:
-    return _run("tp2sp", 2, shared_folder)
-
-
-@pytest.fixture(scope="session")
-def pp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
-    return _run("pp2", 2, shared_folder)
-
-
-@pytest.fixture(scope="session")
-def tp2pp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
-    return _run("tp2pp2", 4, shared_folder)
-
-
-@pytest.fixture(scope="session")
-def dp2tp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
-    return _run("dp2tp2", 4, shared_folder)
-
-
-@pytest.fixture(scope="session")
-def dp2pp2(shared_folder: Path, single: LayoutRun) -> LayoutRun:
-    return _run("dp2pp2", 4, shared_folder)
-
-
-@pytest.fixture(scope="session")
-def single_again(shared_folder: Path, pp2: LayoutRun, tp2pp2: LayoutRun) -> LayoutRun:
-    """Needs the checkpoints that pipelines wrote."""
-    return _run("single_again", 1, shared_folder)
-
-
-@pytest.mark.parametrize("case", case_names("single"))
-def test_single_process(single: LayoutRun, case: str) -> None:
-    single.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("memory"))
-def test_memory(memory: LayoutRun, case: str) -> None:
-    memory.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("losses"))
-def test_losses_of_areal(losses: LayoutRun, case: str) -> None:
-    losses.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("dp2"))
-def test_two_data_parallel_ranks(dp2: LayoutRun, case: str) -> None:
-    dp2.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("tp2"))
-def test_two_tensor_parallel_ranks(tp2: LayoutRun, case: str) -> None:
-    tp2.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("tp2sp"))
-def test_two_sequence_parallel_ranks(tp2sp: LayoutRun, case: str) -> None:
-    tp2sp.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("pp2"))
-def test_two_pipeline_stages(pp2: LayoutRun, case: str) -> None:
-    pp2.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("tp2pp2"))
-def test_two_pipeline_stages_of_two_tensor_parallel_ranks(tp2pp2: LayoutRun, case: str) -> None:
-    tp2pp2.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("dp2tp2"))
-def test_two_data_parallel_replicas_of_two_tensor_parallel_ranks(dp2tp2: LayoutRun, case: str) -> None:
-    dp2tp2.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("dp2pp2"))
-def test_two_data_parallel_replicas_of_two_pipeline_stages(dp2pp2: LayoutRun, case: str) -> None:
-    dp2pp2.check(case)
-
-
-@pytest.mark.parametrize("case", case_names("single_again"))
-def test_a_single_process_after_the_pipelines(single_again: LayoutRun, case: str) -> None:
-    single_again.check(case)
+@pytest.mark.parametrize(("layout", "case"), [(layout, case) for layout in LAYOUTS for case in case_names(layout)])
+def test_every_rank_passes(layouts: Layouts, layout: str, case: str) -> None:
+    layouts.run(layout).check(case)

@@ -12,24 +12,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from areal_dta.tree.cost import TREE_TOKENS, CostModel, RunCosts, flop_model, lower_bound
+from areal_dta.tree.cost import TREE_TOKENS, RunCosts, flop_model, lower_bound
 from areal_dta.tree.partition import METHODS, bin_cost, contiguous, duplicated_tokens, ffd_tokens, ffd_tree, partition
 from areal_dta.tree.partition_greedy import ffd_tree_below
-from areal_dta.tree.trie import sort_rows
+from tests.unit.partition_kit import MODELS, naive_cost, sort
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=0, max_size=9)
-MODELS = st.sampled_from([TREE_TOKENS, CostModel(3.0, 1.0), CostModel(0.7, 0.01), CostModel(0.0, 1.0)])
-
-
-def sort(rows):
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(r) for r in rows], out=offsets[1:])
-    return sort_rows(np.asarray([t for r in rows for t in r], np.int32), offsets)
-
-
-def naive_cost(rows, model):
-    depths = [len(p) for p in {tuple(r[: n + 1]) for r in rows for n in range(len(r))}]
-    return model.per_token * len(depths) + model.per_pair * sum(depths)
 
 
 @hypothesis_settings(deadline=None)

@@ -5,10 +5,13 @@ Not covered: nccl, more than one receiver, a network that stalls for minutes.
 
 from __future__ import annotations
 
+import http.client
+import json
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -252,3 +255,21 @@ def test_the_rest_of_a_torn_update_is_not_mixed_into_another():
     with pytest.raises(UpdateRefused, match="versions v2 and v3"):
         staging.add({"c": new["c"]}, "v3")
     assert staging.tensors == {}
+
+
+def test_a_transfer_ends_although_its_caller_hung_up_and_the_next_one_waits_for_it(url: str, new: list[Tensors]):
+    group = join(url, "left", timeout_s=TIMEOUT_S)
+    body = {"names": list(new[1]), "dtypes": ["float32"] * len(new[1]), "group_name": "left"}
+    body["shapes"] = [list(t.shape) for t in new[1].values()]
+    caller = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
+    caller.request("POST", "/update_weights_from_distributed", json.dumps({**body, "weight_version": "3:0"}))
+    load(url)  # answered after the server has begun to receive
+    caller.close()
+    load(url)
+    fields = {**body, "weight_version": "3:1"}
+    answer = Background(lambda: call(url, "/update_weights_from_distributed", fields))
+    group.send(new[1])
+    wait_until(lambda: served(url)[0] == "3:0", "the transfer without a caller")
+    group.send(new[2])
+    assert answer.result()[1]["weight_version"] == "3:1"
+    group.close()

@@ -51,14 +51,17 @@ def draw_tokens(ready: Sequence[Request], logits_RV: torch.Tensor) -> list[Token
     drawn = draw(adjust(logits_RV, ready), rows, allowed)
     tokens, logprobs = drawn.tokens_B.tolist(), drawn.logprobs().tolist()
     sampling = drawn.sampling_logprobs().tolist() if any(w.sampling for w in wants) else []
+    raw: dict[int, float] = {}
+    if raw_rows:
+        raw_R = raw_logprobs_RV.gather(1, drawn.tokens_B[raw_rows].unsqueeze(1)).squeeze(1)
+        raw = dict(zip(raw_rows, raw_R.tolist(), strict=True))
     out: list[TokenLogprobs | None] = []
     for i, want in enumerate(wants):
         if i in drawn.stuck:
             out.append(None)
             continue
-        raw = float(raw_logprobs_RV[raw_rows.index(i), tokens[i]]) if want.raw else None
         top = top_logprobs(drawn.scaled_BV[i : i + 1], want.top)[0] if want.top else ()
-        out.append(TokenLogprobs(tokens[i], logprobs[i], raw, sampling[i] if want.sampling else None, top))
+        out.append(TokenLogprobs(tokens[i], logprobs[i], raw.get(i), sampling[i] if want.sampling else None, top))
     return out
 
 

@@ -6,7 +6,7 @@ prefixes are evicted, then the youngest running sequence is retracted (its token
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -41,7 +41,7 @@ class StepStats:
     generated_tokens: int = 0
     retractions: int = 0
     steps: int = 0
-    aborted: dict[str, int] = field(default_factory=dict)  # by cause
+    aborted: Counter[str] = field(default_factory=Counter)  # by cause
 
 
 class Scheduler:
@@ -86,8 +86,8 @@ class Scheduler:
                 self._release(seq)
             else:
                 self.waiting.remove(seq)
-            self.stats.aborted[cause] = self.stats.aborted.get(cause, 0) + 1
-            seq.finish(FinishReason("abort", message=message, cause=cause), self.version)
+            self.stats.aborted[cause] += 1
+            seq.finish(FinishReason("abort", message=message), self.version)
         return len(chosen)
 
     def retract_all(self) -> int:
@@ -272,7 +272,7 @@ class Scheduler:
             if seq.request.sampling.max_new_tokens == 0:  # scoring only
                 reason = FinishReason("length")
             elif entry is None:
-                self.stats.aborted["stuck"] = self.stats.aborted.get("stuck", 0) + 1
+                self.stats.aborted["stuck"] += 1
                 reason = FinishReason("abort", message="No token of the vocabulary continues the forced tool call")
             else:
                 seq.append(entry, self.version)
@@ -291,8 +291,8 @@ class Scheduler:
         stops = (*seq.request.sampling.stop, *seq.request.sampling.stop_after)
         if stops and self._decode_text is not None:
             # A token is at least a byte, so this many tokens cover a stop string that the last one completed.
-            tail = seq.tokens[seq.prompt_len :][-(max(len(s.encode()) for s in stops) + 4) :]
-            text = self._decode_text(tail)
+            size = max(len(s.encode()) for s in stops) + 4
+            text = self._decode_text(seq.tokens[max(seq.prompt_len, len(seq.tokens) - size) :])
             matched = next((s for s in stops if s in text), None)
             if matched is not None:
                 return FinishReason("stop", matched=matched)

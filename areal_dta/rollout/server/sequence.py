@@ -104,15 +104,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class FinishReason:
-    """``kind``: stop (with what matched), length, abort (with why), or error: the server failed, not the request.
-
-    ``cause`` of an abort is one of a few words, for counting.
-    """
+    """``kind``: stop (with what matched), length, abort (with why), or error: the server failed, not the request."""
 
     kind: str
     matched: int | str | None = None
     message: str | None = None
-    cause: str | None = None
 
     def to_json(self, num_tokens: int) -> dict[str, Any]:
         if self.kind == "stop":

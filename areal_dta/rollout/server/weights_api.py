@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class WeightsApi:
         self._lock = asyncio.Lock()
         self._groups: dict[str, WeightGroup] = {}
         self._staging = Staging()
+        self._on_groups: set[asyncio.Task[web.Response]] = set()
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         for path, handler in (
@@ -65,6 +66,8 @@ class WeightsApi:
             router.add_post(path, handler)
 
     async def close(self) -> None:
+        for task in self._on_groups:
+            task.cancel()
         for group in self._groups.values():
             await asyncio.to_thread(group.close)
         self._groups.clear()
@@ -93,7 +96,9 @@ class WeightsApi:
         """Join the sender's process group; the answer comes when all its ranks have met."""
         body = await read_json(request)
         check_fields(body, _GROUP_FIELDS, {"pp_rank": (None, 0)}, "body")
-        spec = _group_spec(body, self._engine.device.type)
+        return await self._to_the_end(self._join(_group_spec(body, self._engine.device.type)))
+
+    async def _join(self, spec: GroupSpec) -> web.Response:
         async with self._lock:
             if spec.name in self._groups:
                 raise ApiError(f"group_name={spec.name!r} exists already; call /destroy_weights_update_group first")
@@ -140,6 +145,11 @@ class WeightsApi:
         body = await read_json(request)
         check_fields(body, _RECEIVE_FIELDS, _NEUTRAL, "body")
         specs, version, running = _tensor_specs(body), _version(body), _running(body)
+        return await self._to_the_end(self._receive(body, specs, version, running))
+
+    async def _receive(
+        self, body: Mapping[str, Any], specs: list[TensorSpec], version: str | None, running: str
+    ) -> web.Response:
         async with self._lock:
             group = self._group(body)
             shapes = expected_shapes(self._engine.config)
@@ -164,6 +174,13 @@ class WeightsApi:
                     message += f" An unfinished update of {dropped} tensors was dropped."
                 return json_response({"success": True, "message": message, "num_paused_requests": 0})
             return await self._apply(running)
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, web.Response]) -> web.Response:
+        """Also when the caller hangs up: the helper thread goes on with the group, and the next one has to wait."""
+        task = asyncio.create_task(work)
+        self._on_groups.add(task)
+        task.add_done_callback(self._on_groups.discard)
+        return await asyncio.shield(task)
 
     async def _apply(self, running: str) -> web.Response:
         staging = self._staging
