@@ -15,6 +15,7 @@ from typing import Any
 
 from areal_dta.config_schema import PPOConfig, RecoverConfig, SaverConfig
 from areal_dta.config_schema_alloc import Allocation, parse_allocation
+from areal_dta.config_schema_batcher import check_batcher
 from areal_dta.config_schema_check import ConfigError, build, fill, sections
 from areal_dta.config_schema_effects import effect_notices
 from areal_dta.config_schema_legacy import migrate
@@ -133,6 +134,7 @@ def make_config(given: Mapping[str, Any]) -> Config:
     check_supported(raw)
     record = build(PPOConfig, raw)
     check_values(record)
+    check_batcher(record)
     check_tau2(record)
     notices += effect_notices(raw)
     values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}

@@ -29,6 +29,7 @@ __all__ = [
     "SGLangConfig",
     "SaverConfig",
     "TelemetryConfig",
+    "TltConfig",
     "TrainDatasetConfig",
     "ValidDatasetConfig",
 ]
@@ -247,7 +248,7 @@ class DtaConfig:
 class BatcherConfig:
     port: int = 0  # 0: any free port
     partition: Literal["refined", "contiguous", "ffd_tokens", "ffd_tree"] = "refined"
-    cost: Literal["flops", "tree_tokens"] = "flops"
+    cost: Literal["flops", "tree_tokens", "time"] = "flops"  # time: of the run's calibration, dta.calibrate
     staleness_policy: Literal["wait", "drop", "mask", "keep"] = "wait"
     lease_timeout_s: float = 60.0
     max_attempts: int = 3
@@ -265,7 +266,32 @@ class EmbeddedConfig:
     ports: tuple[int, ...] = ()  # one per server; empty: any free ports
     max_batch: int = 32
     max_total_tokens: int = 65536
+    max_prefill_tokens: int = 2048  # new prompt tokens of one step
+    max_waiting: int = 8192  # waiting requests above this are refused with a 503
+    while_released: Literal["wait", "refuse"] = "wait"  # requests while the KV memory is given back
+    reasoning_parser: Literal["none", "qwen3"] = "none"  # splits <think>...</think> off chat replies
     threads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TltConfig:
+    enabled: bool = True  # speculative decoding in the embedded servers, where it is measured to be faster
+    drafter: str | None = None  # folder of a trained drafter; null: n-gram drafts, until one is trained here
+    arms: tuple[str, ...] = ()  # strategies to choose from, as eagle-d4-k2-v7; empty: the built-in ones
+    max_batch: int | None = None  # never speculate on more sequences at once; null: measurements decide
+    max_regret: float = 0.02  # share of the time that trying strategies may cost
+    ngram_tokens: int = 400_000  # text kept for n-gram drafts
+    train: bool = False  # train the drafter in idle time of the servers
+    kind: Literal["eagle", "hass", "eagle3"] = "eagle"  # of a drafter that is trained from scratch
+    draft_ids: str | None = None  # npy file of the draft vocabulary's target ids; null: the whole vocabulary
+    learning_rate: float = 1e-3
+    record_share: float = 1.0  # of the sequences whose hidden states are recorded
+    record_tokens: int = 4096  # tokens of one sample at most
+    buffer_bytes: Bytes = Bytes(1 << 30)  # of recorded samples, per server
+    min_idle_servers: int = 1  # so many idle servers start training
+    idle_s: float = 2.0  # after so long without work
+    publish_steps: int = 100  # training steps between two versions of the drafter
+    cores: tuple[int, ...] = ()  # CPU core for each server's drafter training; empty: not pinned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,5 +347,6 @@ class PPOConfig:
     dta: DtaConfig
     batcher: BatcherConfig
     embedded: EmbeddedConfig
+    tlt: TltConfig
     telemetry: TelemetryConfig
     runtime: RuntimeConfig

@@ -29,6 +29,7 @@ def migrate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     _agent_section(raw, notices)
     if isinstance(raw.get("actor"), dict):
         _importance_cap(raw["actor"], notices)
+        _dynamic_sampling(raw, notices)
         _move_up(raw, "tree_training_mode", notices)
         _move_up(raw, "packing_algorithm", notices)
     _tree_switch(raw, notices)
@@ -85,6 +86,27 @@ def _importance_cap(actor: dict[str, Any], notices: list[str]) -> None:
             raise ConfigError(f"actor.{stem}_mode={mode} is unknown; set actor.rejection_sampling instead")
         actor["rejection_sampling"] = {"level": level, "action": action, "metric": "ratio", "upper": cap}
         notices.append(f"actor.{stem}_cap={cap} is called actor.rejection_sampling.upper in AReaL 1.0")
+
+
+def _dynamic_sampling(raw: dict[str, Any], notices: list[str]) -> None:
+    """AReaL's older switch masks groups of equal reward out of a batch; the batcher's filter replaces them."""
+    if "dynamic_sampling" not in raw["actor"]:
+        return
+    switch, batcher = raw["actor"].pop("dynamic_sampling"), raw.setdefault("batcher", {})
+    if not isinstance(switch, bool):
+        raise ConfigError(f"actor.dynamic_sampling={switch!r} must be true or false")
+    if not isinstance(batcher, dict):  # told as such when the sections are checked
+        return
+    if batcher.setdefault("filter_equal_rewards", switch) != switch:
+        raise ConfigError(
+            f"actor.dynamic_sampling={str(switch).lower()} contradicts batcher.filter_equal_rewards="
+            f"{str(batcher['filter_equal_rewards']).lower()}; keep the latter"
+        )
+    does = "groups whose episodes all have one reward are replaced by other prompts, so that batches stay whole"
+    notices.append(
+        f"actor.dynamic_sampling={str(switch).lower()} is called batcher.filter_equal_rewards here"
+        + (f": {does}" if switch else "")
+    )
 
 
 def _move_up(raw: dict[str, Any], key: str, notices: list[str]) -> None:

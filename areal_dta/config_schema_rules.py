@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from areal_dta.config_schema import PPOConfig
+from areal_dta.config_schema import EmbeddedConfig, PPOConfig
 from areal_dta.config_schema_alloc import Allocation, parse_allocation
 from areal_dta.config_schema_check import ConfigError
+from areal_dta.config_schema_tlt import check_tlt
 
 __all__ = ["check_supported", "check_values", "derive"]
 
@@ -40,7 +41,15 @@ _POSITIVE = (
     "batcher.group_timeout_s",
     "embedded.max_batch",
     "embedded.max_total_tokens",
+    "embedded.max_prefill_tokens",
+    "embedded.max_waiting",
     "embedded.threads",
+    "tlt.max_batch",
+    "tlt.ngram_tokens",
+    "tlt.record_tokens",
+    "tlt.buffer_bytes",
+    "tlt.min_idle_servers",
+    "tlt.publish_steps",
     "telemetry.interval_s",
     "runtime.num_workers",
     "runtime.threads_per_process",
@@ -276,6 +285,8 @@ def _check_rollout(config: PPOConfig) -> None:
     if alloc.cp > 1 or alloc.ep > 1:
         raise ConfigError(f"{where}: only d, t and p are supported for rollout")
     _check_ports(config, alloc)
+    _check_embedded(config, alloc)
+    check_tlt(config, alloc)
     if alloc.backend == "embedded":
         if alloc.tp > 1 or alloc.pp > 1:
             raise ConfigError(f"{where}: the embedded server is one process; use embedded:d{alloc.dp}")
@@ -286,6 +297,30 @@ def _check_rollout(config: PPOConfig) -> None:
         raise ConfigError(
             f"{where} and actor.backend={config.actor.backend} need {needed} devices; cluster.n_nodes x "
             f"cluster.n_gpus_per_node is {devices}; lower a backend's sizes or raise the cluster's"
+        )
+
+
+def _check_embedded(config: PPOConfig, alloc: Allocation) -> None:
+    """Server settings that would have no effect, or make a run's own requests fail."""
+    chosen, default = config.embedded, EmbeddedConfig()
+    if alloc.backend != "embedded":
+        for key in ("max_prefill_tokens", "max_waiting", "while_released", "reasoning_parser"):
+            if getattr(chosen, key) != getattr(default, key):
+                raise ConfigError(
+                    f"embedded.{key}={getattr(chosen, key)} has no effect with rollout.backend="
+                    f"{config.rollout.backend}; remove it, SGLang's own flags go under sglang"
+                )
+        return
+    running = config.rollout.max_concurrent_rollouts
+    if running is not None and chosen.max_waiting < running:
+        raise ConfigError(
+            f"embedded.max_waiting={chosen.max_waiting} is below rollout.max_concurrent_rollouts={running}, so that a "
+            "server could refuse the run's own requests; raise the first or lower the second"
+        )
+    if chosen.while_released == "refuse" and alloc.dp < 2:
+        raise ConfigError(
+            f"embedded.while_released=refuse with rollout.backend={config.rollout.backend}: no other server could take "
+            "the refused requests; use wait, or embedded:d2 and more"
         )
 
 

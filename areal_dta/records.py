@@ -171,6 +171,7 @@ class LaunchPlan:
     num_workers: int
     resume_step: int | None = None
     api_key: str | None = None
+    coordinator: str | None = None  # of the drafter's training, None: there is none
 
     @property
     def trainer_world_size(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from areal_dta.config import Config, ConfigError
 from launcher import plan as planning
+from launcher.drafter_files import write_drafter_settings
 from launcher.inputs import prepare_inputs
 from launcher.local import ProcessTable
 from launcher.progress import Progress
@@ -87,6 +88,8 @@ def _launch(
     run.launch_file.touch(mode=0o600)  # it may hold the API key
     run.launch_file.chmod(0o600)
     plan.write(run.launch_file)
+    if plan.coordinator is not None:
+        write_drafter_settings(config, plan, run.path / "drafter")
     store = MetricsStore(plan.metrics, run.metrics_file)
     progress = Progress(
         out, state.total_steps, live, step=state.step, num_ranks=plan.trainer_world_size, num_dp_ranks=plan.dp

@@ -16,6 +16,7 @@ from launcher import ports
 from launcher.redact import redact_command
 
 __all__ = [
+    "OPTIONAL_ROLES",
     "QUIET_ENV",
     "Placement",
     "Ports",
@@ -26,6 +27,7 @@ __all__ = [
     "planned_ports",
     "prepare_env",
     "process_table",
+    "trains_drafter",
     "worker_env",
 ]
 
@@ -39,7 +41,8 @@ QUIET_ENV = {
 }
 # Megatron and torch warn dozens of times about packages that are optional; set PYTHONWARNINGS=default to see them.
 NOISE = "ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning"
-Role = Literal["server", "router", "worker", "batcher", "trainer"]
+Role = Literal["server", "router", "worker", "batcher", "trainer", "coordinator", "drafter"]
+OPTIONAL_ROLES = ("coordinator", "drafter")  # a run goes on without them
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Ports:
     batcher: int
     metrics: int
     master: int
+    coordinator: int
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,13 @@ def planned_ports(config: Config) -> Ports:
     """The fixed ports, 0 for the rest."""
     count = config.rollout_allocation.dp
     servers = config.embedded.ports if config.rollout_allocation.backend == "embedded" else ()
-    return Ports(servers or (0,) * count, config.runtime.router_port, config.batcher.port, 0, 0)
+    return Ports(servers or (0,) * count, config.runtime.router_port, config.batcher.port, 0, 0, 0)
 
 
 def choose_ports(config: Config) -> Ports:
     """The fixed ports, and free ones for the rest."""
     planned = planned_ports(config)
-    wanted = [*planned.servers, planned.router, planned.batcher, planned.metrics, planned.master]
+    wanted = [*planned.servers, planned.router, planned.batcher, planned.metrics, planned.master, planned.coordinator]
     free = iter(ports.pick_free(wanted.count(0), config.runtime.host, {p for p in wanted if p}))
     got = [p or next(free) for p in wanted]
     n = len(planned.servers)
@@ -116,7 +120,12 @@ def launch_plan(config: Config, run_dir: Path, chosen: Ports, epoch: int, resume
         num_workers=config.runtime.num_workers,
         resume_step=resume_step,
         api_key=config.runtime.api_key,
+        coordinator=f"tcp://{host}:{chosen.coordinator}" if trains_drafter(config) else None,
     )
+
+
+def trains_drafter(config: Config) -> bool:
+    return config.tlt.train and config.rollout_allocation.backend == "embedded"
 
 
 def process_table(config: Config, plan: LaunchPlan, chosen: Ports) -> list[ProcessSpec]:
@@ -129,7 +138,8 @@ def process_table(config: Config, plan: LaunchPlan, chosen: Ports) -> list[Proce
     for i, port in enumerate(chosen.servers):
         devices = tuple(range(i * per_server, (i + 1) * per_server)) if gpus else ()
         if gpus:
-            argv = tuple(build_command(config, i, port, model_path=str(Path(plan.run_dir) / "model")))
+            command = build_command(config, i, port, model_path=str(Path(plan.run_dir) / "model"))
+            argv = _module("areal_dta.rollout.sglang", *command)
         else:
             argv = _module("areal_dta.rollout.server", *run, "--index", str(i))
         table.append(_spec(f"server.{i}", "server", argv, Placement(host, devices), port, plan.servers[i] + "/health"))
@@ -143,6 +153,13 @@ def process_table(config: Config, plan: LaunchPlan, chosen: Ports) -> list[Proce
     for i in range(plan.num_workers):
         argv = _module("areal_dta.rollout.worker", *run, "--index", str(i))
         table.append(_spec(f"worker.{i}", "worker", argv, Placement(host), None, None))
+    if plan.coordinator is not None:
+        settings = str(Path(plan.run_dir) / "drafter" / "coordinator.json")
+        argv = _module("areal_dta.drafter.coordinator", "--settings", settings)
+        table.append(_spec("coordinator", "coordinator", argv, Placement(host), chosen.coordinator, None))
+        for i in range(len(chosen.servers)):
+            argv = _module("areal_dta.drafter.worker", *run, "--index", str(i))
+            table.append(_spec(f"drafter.{i}", "drafter", argv, Placement(host), None, None))
     return table
 
 

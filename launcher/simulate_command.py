@@ -150,6 +150,7 @@ def _json(report: SimulationReport, inputs: _Inputs) -> dict[str, Any]:
         "settings": dataclasses.asdict(inputs.settings),
         "speeds": dataclasses.asdict(inputs.speeds),
         **report.to_dict(),
+        "notes": [*_notes(inputs), *inputs.limits],
     }
     if inputs.measured is not None:
         out["calibration"] = {
@@ -163,6 +164,7 @@ def _search_json(found: Sequence[Candidate], inputs: _Inputs) -> dict[str, Any]:
     return {
         "speeds": dataclasses.asdict(inputs.speeds),
         "candidates": [{"settings": dataclasses.asdict(c.settings), **c.report.to_dict()} for c in found],
+        "notes": [_scaling_note(inputs.speeds), *inputs.limits],
     }
 
 

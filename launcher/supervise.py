@@ -19,7 +19,7 @@ from typing import Any
 from areal_dta.config import Config
 from areal_dta.metrics import MetricRecord
 from launcher.local import Death, ProcessTable
-from launcher.plan import ProcessSpec
+from launcher.plan import OPTIONAL_ROLES, ProcessSpec
 from launcher.progress import Progress
 from launcher.rundir import RunDir, RunState, write_json
 from launcher.store import MetricsStore
@@ -31,7 +31,7 @@ HEALTH_TIMEOUT_S = 2.0
 FAILURE_STOP_S = 10.0  # per wave, so that a dead trainer stops a run well within a minute
 STABLE_S = 900.0  # a process that ran this long has its restarts forgiven
 SECOND_SIGNAL = "stopped by a second signal, without grace"
-BEFORE_ROUTER, ROUTER, WORKERS = ("server", "batcher", "trainer"), ("router",), ("worker",)
+BEFORE_ROUTER, ROUTER, WORKERS = ("server", "batcher", "trainer"), ("router",), ("worker", *OPTIONAL_ROLES)
 
 
 class LaunchFailed(RuntimeError):
@@ -196,6 +196,10 @@ class Supervisor:
             limit = self._config.runtime.restart_limit
             if death.uptime_s > STABLE_S:
                 process.restarts = 0
+            if process.restarts >= limit and process.spec.role in OPTIONAL_ROLES:
+                self._event("process/given_up", death.how, process=death.name)
+                self._progress.say(f"{death}; it was restarted {limit} times already, the run goes on without it")
+                return
             if process.restarts >= limit:
                 raise LaunchFailed(f"{death}; it was restarted runtime.restart_limit={limit} times already")
             delay_s = self._table.schedule_restart(death.name)
@@ -207,7 +211,7 @@ class Supervisor:
         """Two waves: those who use the services first, then the services."""
         self._wake_fd = None
         try:
-            for roles in (("worker", "trainer"), None):
+            for roles in (("worker", "trainer", "drafter"), None):
                 for name in self._table.stop(roles, grace_s, self._on_stopped):
                     self._progress.say(f"{name} did not stop within {grace_s:g} s and was killed")
         except KeyboardInterrupt:  # a second signal while waiting: no more grace

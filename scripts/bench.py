@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmarks of single parts, each a subcommand that prints one JSON object.
+"""Benchmarks of single parts, each a subcommand that prints one JSON object; exit code 1 if it holds "passed": false.
 
     scripts/bench.py tree --workload turns --json -
 
@@ -23,7 +23,10 @@ COMMANDS = {
     "pipeline": ("scripts.benchlib.pipeline", "idle time and memory of pipeline stages on a plan, simulated"),
     "simulate": ("scripts.benchlib.simulation", "simulated step time and staleness against real runs"),
     "rollout": ("scripts.benchlib.rollout", "the embedded server's engine against static batches of transformers"),
+    "soak": ("scripts.benchlib.soak", "a server under mixed load for minutes; nothing may leak"),
+    "spec": ("scripts.benchlib.spec", "speculative decoding against plain, every arm and the tuner"),
     "tree": ("scripts.benchlib.tree", "training step of the tree engine against dense rows"),
+    "weights": ("scripts.benchlib.weights", "latency of weight updates and the pause they cause, per path"),
 }
 _QUIET = {
     "OMP_NUM_THREADS": "1",  # torch reads it at import; a command with --threads sets the number afterwards
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> int:
     except report.UsageError as error:
         parser.exit(2, f"bench.py {args.command}: {error}\n")
     report.write_json(result, args.json)
-    return 0
+    return 1 if result.get("passed") is False else 0
 
 
 def _use_the_projects_python() -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,13 +20,13 @@ import uvloop
 
 from areal_dta import metrics
 from areal_dta.batcher.core import BatcherCore, Refusal
+from areal_dta.batcher.costs import cost_from_model, measured_cost
 from areal_dta.batcher.ledger import LedgerError
 from areal_dta.batcher.service import BatcherService, ServiceSettings
 from areal_dta.batcher.settings import BatcherSettings, NormLevel, RewardSettings, SettingsError
 from areal_dta.config import Config, ConfigError, load_run_config
 from areal_dta.records import LaunchPlan
-from areal_dta.tree.cost import TREE_TOKENS, CostModel
-from areal_dta.tree.sizes import ModelSizes
+from areal_dta.tree.cost import CostModel
 
 log = logging.getLogger("areal_dta.batcher")
 
@@ -72,16 +73,6 @@ def settings_from_config(
     ).check()
 
 
-def cost_from_model(kind: str, model_dir: Path) -> CostModel:
-    """``tree_tokens``, or ``flops`` of the model whose HF ``config.json`` lies in `model_dir`; raises SettingsError."""
-    if kind == "tree_tokens":
-        return TREE_TOKENS
-    try:
-        return ModelSizes.from_folder(model_dir).flops()
-    except ValueError as error:
-        raise SettingsError(f"batcher.cost=flops needs the model's sizes: {error}; or set it to tree_tokens") from error
-
-
 def read_items(path: Path, required: bool) -> list[dict[str, Any]]:
     """The lines of a data set; raises SettingsError naming the line that is no JSON object."""
     if not path.is_file():
@@ -111,6 +102,7 @@ async def serve(run_dir: Path, config: Config, plan: LaunchPlan) -> None:
     trace_dir = run_dir / "traces" if config.batcher.dump_traces else None
     if trace_dir is not None:
         trace_dir.mkdir(exist_ok=True)
+    timed = partial(measured_cost, run_dir, config.dta.max_block_tokens)
     publisher = metrics.init("batcher", plan.metrics)
     service = BatcherService(
         BatcherCore(settings, items, eval_items, time.monotonic),
@@ -123,6 +115,7 @@ async def serve(run_dir: Path, config: Config, plan: LaunchPlan) -> None:
             domain=config.econfig.domain,
             report_interval_s=config.telemetry.interval_s,
             spool_bytes=config.batcher.spool_bytes,
+            measured_cost=timed if config.batcher.cost == "time" else None,
         ),
         publisher,
     )

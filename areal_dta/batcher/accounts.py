@@ -22,8 +22,8 @@ class BatchTally:
 
 
 def length_bucket(num_tokens: int) -> int:
-    """The power of two that bounds this length."""
-    return 1 << max(0, num_tokens - 1).bit_length()
+    """The power of two that bounds this length; 0 of nothing."""
+    return 1 << (num_tokens - 1).bit_length() if num_tokens > 0 else 0
 
 
 @dataclass
@@ -66,10 +66,16 @@ class Accounts:
         self.dropped_tokens[cause] += num_tokens
         self.measure(cause, num_tokens)
 
-    def measure(self, cause: str, num_tokens: int | None) -> None:
-        """Count the length of something dropped or rejected, where it is known."""
-        if num_tokens:
-            self.lengths.setdefault(cause, Counter())[length_bucket(num_tokens)] += 1
+    def reject(self, cause: str, num_tokens: int | None) -> None:
+        """Count a failed attempt; None: nobody told how long it was."""
+        self.rejected[cause] += 1
+        self.measure(cause, num_tokens or 0)
+
+    def measure(self, cause: str, num_tokens: int, count: int = 1) -> None:
+        """Count the length of what was dropped or rejected, so that lengths add up to those counts. 0: unknown, or
+        nothing was generated.
+        """
+        self.lengths.setdefault(cause, Counter())[length_bucket(num_tokens)] += count
 
     def dump(self) -> dict[str, Any]:
         """Plain values, for a snapshot."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_dta.batcher import snapshot
+from areal_dta.batcher.accounts import length_bucket
 from areal_dta.batcher.desk import LeaseDesk
 from areal_dta.batcher.dispatch import Assembly, Batch
-from areal_dta.batcher.leases import Episode, Group, GroupState, Place, attempt_of
+from areal_dta.batcher.leases import Episode, Group, GroupState, Place, attempt_of, launch_of
 from areal_dta.batcher.ledger import Event, Key, Ledger
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.batcher.staleness import Choice, choose
@@ -73,6 +74,7 @@ class BatcherCore:
         self._chosen: tuple[int, Choice] | None = None  # at which revision of the ledger, what
         self._swept = (-1, -1)  # revision and step of the last search for stale episodes
         self.refused: Counter[str] = Counter()  # answered without an event: duplicate, late, busy, ...
+        self.refused_lengths: dict[str, Counter[int]] = {}  # of those that were not told to come again
 
     # -- events
 
@@ -88,10 +90,14 @@ class BatcherCore:
         checkpoint to the pool; a restart within a launch goes on where the log ends.
         """
         if self.ledger.epoch > epoch:
-            raise Refusal("epoch", f"the spool belongs to launch {self.ledger.epoch}, this is launch {epoch}")
+            raise Refusal(
+                "epoch",
+                f"the spool belongs to launch {self.ledger.epoch}, this is launch {epoch}; start it with "
+                "`areal-dta resume`, which counts launches",
+            )
         if self.ledger.epoch != epoch:
             body = {"epoch": epoch, "resume_step": resume_step, "fingerprint": self.ledger.fingerprint()}
-            self._emit("epoch", body)
+            self._emit("epoch", {**body, "rules": [self.settings.min_group, self.settings.max_attempts]})
         self.ledger.became_ready.extend(g.group_id for g in self.ledger.of_state(GroupState.READY))
         self._filter_equal()
 
@@ -113,7 +119,7 @@ class BatcherCore:
         event = Event(kind, body, arrays or {})
         self.ledger.apply(event, self._clock())
         self._events.append(event)
-        if kind in ("traj", "fail", "close"):
+        if kind in ("traj", "fail", "close", "drop"):
             self._filter_equal()
 
     def _filter_equal(self) -> None:
@@ -134,7 +140,12 @@ class BatcherCore:
             return self._eval_trajectory(traj)
         verdict = self._screen(traj, self.ledger.groups.get(traj.group_id))
         if verdict is not None:
-            self.refused[verdict.cause or verdict.status] += 1
+            cause = verdict.cause or verdict.status
+            self.refused[cause] += 1
+            if verdict.status != "busy":
+                self.refused_lengths.setdefault(cause, Counter())[length_bucket(traj.num_tokens)] += 1
+            if cause in ("malformed", "unknown_group"):  # its worker is done with the lease
+                self.desk.reject(traj.lease_id, cause, num_tokens=traj.num_tokens)
             return verdict
         try:
             traj.validate()
@@ -146,6 +157,11 @@ class BatcherCore:
         return Verdict("accepted")
 
     def _screen(self, traj: Trajectory, group: Group | None) -> Verdict | None:
+        try:
+            if launch_of(traj.lease_id) != self.ledger.epoch:  # its versions are of another branch
+                return Verdict("rejected", "late")
+        except ValueError:
+            return Verdict("rejected", "malformed")
         if group is not None and 0 <= traj.sample < len(group.samples):
             attempt = attempt_of(traj.lease_id)
             if attempt is not None and attempt < group.first_attempt:  # of the group that was dropped
@@ -158,9 +174,12 @@ class BatcherCore:
             return Verdict("rejected", "malformed")
         if group.samples[traj.sample].failed:
             return Verdict("rejected", "late")
-        if self.ledger.counts.pooled >= self.settings.intake_limit and self.ready(self.ledger.next_step):
-            return Verdict("busy")
-        return None
+        return Verdict("busy", "intake_full") if self.crowded else None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much lies ready that trajectories must wait for the trainer."""
+        return self.ledger.counts.pooled >= self.settings.intake_limit and self.ready(self.ledger.next_step)
 
     def _eval_trajectory(self, traj: Trajectory) -> Verdict:
         round_ = self.ledger.evals.get(traj.eval_tag or "")
@@ -272,12 +291,12 @@ class BatcherCore:
         if ledger.failed_in_a_row >= s.max_failed_groups:
             example = f"; the last one said: {self.desk.last_detail}" if self.desk.last_detail else ""
             text = f"the last {ledger.failed_in_a_row} groups gave no usable episodes ({causes}){example}"
-            raise Refusal("no_progress", text)
+            raise Refusal("no_progress", f"{text}; the workers' logs have the rest, resume once the cause is mended")
         if ledger.equal_in_a_row >= s.max_equal_groups:
             raise Refusal(
                 "no_progress",
                 f"{ledger.equal_in_a_row} groups in a row had no two different rewards and were filtered out; "
-                "change the data or the reward, or switch the filter off",
+                "change the data or the reward, or set batcher.filter_equal_rewards=false",
             )
         return Waiting(ledger.counts.ready, s.batch_groups, f"{why}; {self.desk.in_flight()} episodes are running")
 
@@ -290,7 +309,7 @@ class BatcherCore:
         again = []
         for group in self.ledger.of_state(GroupState.READY):
             keys = [e.key for e in group.episodes if step - e.version_min > s.eta]
-            if keys and len(group.episodes) - len(keys) < s.min_group and group.reissues < s.stale_reissues:
+            if keys and len(group.episodes) - len(keys) < self.ledger.min_group and group.reissues < s.stale_reissues:
                 again.append(group.group_id)
             stale += keys
         if stale:
@@ -349,8 +368,9 @@ class BatcherCore:
             "dropped": dropped,
             "dropped_tokens": dict(accounts.dropped_tokens),
             "rejected": dict(accounts.rejected),
-            "lengths": {c: {str(n): k for n, k in sorted(by.items())} for c, by in accounts.lengths.items()},
+            "lengths": _by_length(accounts.lengths),
             "refused": dict(self.refused),
+            "refused_lengths": _by_length(self.refused_lengths),
             "reissued": accounts.reissued,
             "in_flight": self.desk.in_flight(),
             "open_groups": counts.open,
@@ -366,3 +386,7 @@ class BatcherCore:
             "eval_failures": dict(self.desk.eval_failures),
             "draining": ledger.finished,
         }
+
+
+def _by_length(lengths: Mapping[str, Counter[int]]) -> dict[str, dict[str, int]]:
+    return {cause: {str(n): k for n, k in sorted(by.items())} for cause, by in lengths.items()}

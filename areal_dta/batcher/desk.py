@@ -17,6 +17,8 @@ from areal_dta.records import Lease
 
 __all__ = ["LeaseDesk"]
 
+_MAX_CAUSES = 64  # that workers may make up; every one is counted, and published, for ever
+
 
 class LeaseDesk:
     """Grants, prolongs and voids leases. `emit` logs and applies an event; `items` are the lines of the data sets."""
@@ -42,9 +44,10 @@ class LeaseDesk:
         """
         if role != "worker":
             return
+        is_known = self._pids.get(name) == pid  # and says it again: nothing of it is lost
         self._pids[name] = pid
         self.fail_terms(lambda term: term.worker == name and term.pid != pid, "worker_restarted")
-        self._fail_evals(lambda task: task.worker == name, "worker_restarted")
+        self._fail_evals(lambda task: task.worker == name and not is_known, "worker_restarted")
 
     def in_flight(self) -> int:
         evals = sum(t.lease_id is not None for r in self.ledger.evals.values() for t in r.tasks)
@@ -57,7 +60,9 @@ class LeaseDesk:
         for group_id, index in granted.keys if known and granted else ():
             group = self.ledger.groups.get(group_id)
             term = group.samples[index].term if group else None
-            if group is not None and term is not None and (term.worker, term.pid) == (worker, self._pid(worker)):
+            if group is None or term is None or term.worker != worker:
+                continue
+            if self._pids.get(worker, term.pid) == term.pid:  # unknown: this batcher was restarted, the worker was not
                 leases.append(self._lease(group_id, index, group.samples[index].attempt, term.version))
         for round_ in self.ledger.evals.values():
             for task in round_.tasks:
@@ -151,24 +156,28 @@ class LeaseDesk:
             eval_tag=round_.tag,
         )
 
-    def heartbeat(self, worker: str, lease_ids: Sequence[str]) -> list[str]:
+    def heartbeat(self, worker: str, lease_ids: Sequence[str], lengths: Sequence[int] = ()) -> list[str]:
         """Prolong these leases; returns those that are void (expired, done elsewhere, revoked): the worker may stop
-        them.
+        them. `lengths`: the tokens of their episodes so far.
         """
-        asked, known, expires_s = set(lease_ids), set(), self._clock() + self.settings.lease_timeout_s
+        known, expires_s = set(), self._clock() + self.settings.lease_timeout_s
+        told: dict[str, int | None] = {**dict.fromkeys(lease_ids), **dict(zip(lease_ids, lengths, strict=False))}
         for _, _, sample in self.ledger.leased():
-            if sample.term is not None and sample.term.lease_id in asked:
-                sample.term = replace(sample.term, expires_s=expires_s)
+            if sample.term is not None and sample.term.lease_id in told:
+                sample.term = replace(sample.term, expires_s=expires_s, num_tokens=told[sample.term.lease_id])
                 known.add(sample.term.lease_id)
         for round_ in self.ledger.evals.values():
             for task in round_.tasks:
-                if task.lease_id is not None and task.lease_id in asked:
+                if task.lease_id is not None and task.lease_id in told:
                     task.expires_s = expires_s
                     known.add(task.lease_id)
         return [i for i in lease_ids if i not in known]
 
     def reject(self, given_lease: str, cause: str, detail: str = "", num_tokens: int | None = None) -> None:
         """The worker gives an episode up; a lease that is no longer valid changes nothing. `detail` is for people."""
+        rejected = self.ledger.accounts.rejected
+        if cause not in rejected and len(rejected) >= _MAX_CAUSES:
+            cause = "other"
         if detail:
             self.last_detail = f"{cause}: {detail}"
         self.fail_terms(lambda term: term.lease_id == given_lease, cause, num_tokens)
@@ -181,14 +190,28 @@ class LeaseDesk:
         self._fail_evals(lambda task: task.expires_s <= now_s, "expired")
         for group in list(self.ledger.of_state(GroupState.OPEN)):
             if now_s - group.opened_s >= self.settings.group_timeout_s:
-                self._emit("close", {"group_id": group.group_id, "cause": "group_timeout"})
+                lengths = [[i, s.term.num_tokens] for i, s in enumerate(group.samples) if s.term is not None]
+                self._emit("close", {"group_id": group.group_id, "cause": "group_timeout", "lengths": lengths})
+
+    def delay(self, seconds: float, *, leases: bool) -> None:
+        """Put the ends of groups off (and those of leases): for a time in which nobody could deliver (or be heard)."""
+        for group in self.ledger.of_state(GroupState.OPEN):
+            group.opened_s += seconds
+            for sample in group.samples if leases else ():
+                if sample.term is not None:
+                    sample.term = replace(sample.term, expires_s=sample.term.expires_s + seconds)
+        for task in (t for r in self.ledger.evals.values() for t in r.tasks if leases):
+            task.expires_s += seconds
 
     def fail_terms(self, matches: Callable[[LeaseTerm], bool], cause: str, num_tokens: int | None = None) -> None:
-        """End the training leases that match without an episode, counted by cause and by length if it is known."""
-        hits = [(g.group_id, i, s.attempt) for g, i, s in self.ledger.leased() if s.term and matches(s.term)]
-        for group_id, sample, attempt in hits:
-            body = {"group_id": group_id, "sample": sample, "attempt": attempt, "cause": cause}
-            self._emit("fail", body if num_tokens is None else {**body, "num_tokens": num_tokens})
+        """End the training leases that match without an episode, counted by cause and by length: `num_tokens`, or what
+        the worker told last.
+        """
+        hits = [(g.group_id, i, s.attempt, s.term) for g, i, s in self.ledger.leased() if s.term and matches(s.term)]
+        for group_id, sample, attempt, term in hits:
+            length = term.num_tokens if num_tokens is None else num_tokens
+            body = {"group_id": group_id, "sample": sample, "attempt": attempt, "cause": cause, "num_tokens": length}
+            self._emit("fail", body)
 
     def _fail_evals(self, matches: Callable[[EvalTask], bool], cause: str) -> None:
         for round_ in self.ledger.evals.values():

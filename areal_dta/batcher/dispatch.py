@@ -7,7 +7,7 @@ Legend: S training rows of the batch, T tokens of all rows, R rows by sorted pos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from areal_dta.batcher.rewards import episode_moments, shape, standardise
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.batcher.staleness import fresh_mask
 from areal_dta.records import Shard, Trajectory
+from areal_dta.tree.cost import CostModel
 from areal_dta.tree.minibatch import cut_minibatches, deal_groups
 from areal_dta.tree.trie import sort_rows
 
@@ -83,6 +84,10 @@ class Assembly:
     def trajectories(self, read: Callable[[Place], Trajectory]) -> list[list[Trajectory]]:
         """Those of each group; `read` gets the arrays that are not in memory."""
         return [[e.arrays(read) for e in group] for group in self.groups]
+
+    def with_cost(self, cost: CostModel) -> Assembly:
+        """Balanced by another cost."""
+        return replace(self, settings=replace(self.settings, cost=cost))
 
     def run(self, trajectories: Sequence[Sequence[Trajectory]] | None = None) -> Batch:
         return assemble(self.groups, self.step, self.epoch, self.settings, trajectories)

@@ -18,6 +18,9 @@ from areal_dta.records import Trajectory
 __all__ = ["DataStream", "Episode", "Group", "GroupState", "LeaseTerm", "Place", "Sample", "lease_id", "lease_seed"]
 
 
+_KEPT_ORDERS = 3  # permutations of a data set: prompts come from this epoch, a few from the one before
+
+
 class DataStream:
     """Item indices by stream position: epoch after epoch of the data set, each in its own seeded order. Nothing is
     dropped at the end of an epoch, so a batch may span two.
@@ -32,6 +35,8 @@ class DataStream:
         if not self._shuffle:
             return index
         if epoch not in self._orders:
+            while len(self._orders) >= _KEPT_ORDERS:
+                del self._orders[min(self._orders)]
             self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(self._num_items)
         return int(self._orders[epoch][index])
 
@@ -63,13 +68,16 @@ def lease_seed(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class LeaseTerm:
-    """Who holds a sample since which policy version; `expires_s` is on the batcher's clock."""
+    """Who holds a sample since which policy version. Not in the log: `expires_s` on the batcher's clock, and
+    ``num_tokens``, how long the episode was when its worker last told (None: never).
+    """
 
     lease_id: str
     worker: str
     pid: int
     version: int
     expires_s: float
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The batcher's state as a fold over its events: what the spool replays is exactly what running produced.
 
 Only `Ledger.apply` changes the state, and only from the event and the settings, so a restart that replays the events
-stands where the killed process stood. (Lease expiry times are the exception: they start anew.)
+stands where the killed process stood. Rules that a resume may change are in the ``epoch`` event of their launch. (Lease
+expiry times are the exception: they start anew.)
 
 Events: ``epoch`` a launch of the run begins · ``grant`` a sample is leased · ``traj`` an episode is accepted · ``fail``
 an attempt ended without one · ``close`` a group ends before all its samples did · ``drop`` accepted episodes are given
@@ -86,6 +87,7 @@ class Ledger:
     def __init__(self, settings: BatcherSettings) -> None:
         self.settings = settings
         self.epoch = -1
+        self.min_group, self.max_attempts = settings.min_group, settings.max_attempts  # of the launch being replayed
         self.version = 0
         self.next_step = 0
         self.committed_step = -1
@@ -160,6 +162,7 @@ class Ledger:
         self.check_fingerprint(event.body["fingerprint"])
         first = self.epoch < 0
         self.epoch = event.body["epoch"]
+        self.min_group, self.max_attempts = event.body.get("rules") or (self.min_group, self.max_attempts)
         resume_step = event.body["resume_step"]
         last = -1 if resume_step is None else resume_step
         self.next_step = self.version = last + 1
@@ -183,6 +186,7 @@ class Ledger:
         keys, tally = self.batches.pop(step, None), self.accounts.tallies.pop(step)
         if keys is None:  # a later checkpoint covered it and its arrays were let go
             self.accounts.dropped[COVERED] += tally.num_episodes
+            self.accounts.measure(COVERED, 0, tally.num_episodes)
             return
         for group_id in {g for g, _ in keys}:
             self.groups[group_id].state = GroupState.READY
@@ -236,8 +240,7 @@ class Ledger:
 
     def _on_fail(self, event: Event, now_s: float) -> None:
         b = event.body
-        self.accounts.rejected[b["cause"]] += 1
-        self.accounts.measure(b["cause"], b.get("num_tokens"))
+        self.accounts.reject(b["cause"], b.get("num_tokens"))
         group = self.groups.get(b["group_id"])
         if group is None:
             return
@@ -245,17 +248,18 @@ class Ledger:
         sample = group.samples[b["sample"]]
         sample.term, sample.attempt = None, b["attempt"] + 1
         sample.failures += b["cause"] != "aborted"  # handed back by a worker that stops: not the episode's fault
-        sample.failed = sample.failures >= self.settings.max_attempts
+        sample.failed = sample.failures >= self.max_attempts
         self._settle(group)
 
     def _on_close(self, event: Event, now_s: float) -> None:
         group = self.groups.get(event.body["group_id"])
         if group is None:
             return
-        self.accounts.rejected[event.body["cause"]] += sum(s.episode is None and not s.failed for s in group.samples)
         self.counts.add(group, -1)
-        for sample in group.samples:
-            if sample.episode is None:
+        lengths = dict(event.body.get("lengths", ()))  # by sample, of episodes that were under way
+        for index, sample in enumerate(group.samples):
+            if sample.episode is None and not sample.failed:
+                self.accounts.reject(event.body["cause"], lengths.get(index))
                 sample.failed, sample.term = True, None
         self._settle(group)
 
@@ -264,7 +268,7 @@ class Ledger:
         self.counts.add(group, 1)
         if group.state is not GroupState.OPEN or not group.settled:
             return
-        if len(group.episodes) < self.settings.min_group:
+        if len(group.episodes) < self.min_group:
             self.failed_in_a_row += 1
             self._give_up(group, "group_too_small")
             return
@@ -292,7 +296,8 @@ class Ledger:
             self.counts.add(group, 1)
         for group_id in {g for g, _ in event.body["episodes"]}:
             group = self.groups[group_id]
-            if len(group.episodes) >= self.settings.min_group:
+            if len(group.episodes) >= self.min_group:
+                self.became_ready.append(group_id)  # anew, with what is left of it
                 continue
             self._give_up(group, cause)
             self.equal_in_a_row += cause == "equal_rewards"

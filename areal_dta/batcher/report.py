@@ -39,6 +39,7 @@ def report_levels(publisher: Publisher, core: BatcherCore, spool_bytes: int, ste
         emit("batch/rejected", count, step=step, cause=cause)
     for cause, count in accounts.dropped.items():
         emit("batch/dropped", count, step=step, cause=cause)
-    for cause, by_length in accounts.lengths.items():
-        for bound, count in by_length.items():
-            emit("batch/lost_lengths", count, step=step, cause=cause, up_to_tokens=bound)
+    for name, lengths in (("lost_lengths", accounts.lengths), ("refused_lengths", core.refused_lengths)):
+        for cause, by_length in lengths.items():
+            for bound, count in by_length.items():
+                emit(f"batch/{name}", count, step=step, cause=cause, up_to_tokens=bound)

@@ -17,14 +17,18 @@ from typing import Any, TypeVar
 
 from areal_dta.batcher.assembler import SMALL_TOKENS, Assembler, AssemblyError, Order
 from areal_dta.batcher.core import KEPT_BATCHES, BatcherCore, Refusal, Waiting
+from areal_dta.batcher.costs import soon
 from areal_dta.batcher.dispatch import Assembly
-from areal_dta.batcher.housekeeping import Room, compact
+from areal_dta.batcher.housekeeping import Room, compact, tick
 from areal_dta.batcher.report import report_batch, report_levels
+from areal_dta.batcher.requests import field, length, lengths
+from areal_dta.batcher.settings import SettingsError
 from areal_dta.batcher.spool import Spool
 from areal_dta.batcher.spool_commit import GroupCommit
 from areal_dta.channel import Reply, Request, RpcFailure, RpcServer
 from areal_dta.metrics import Publisher
 from areal_dta.records import RecordError, Shard, Trajectory, pack, unpack
+from areal_dta.tree.cost import CostModel
 
 __all__ = ["BatcherService", "ServiceSettings"]
 
@@ -32,19 +36,9 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0  # the longest a request is held, whatever its sender asks for
 KINDS = (
-    "hello",
-    "lease",
-    "trajectory",
-    "reject",
-    "heartbeat",
-    "shard",
-    "published",
-    "commit",
-    "eval_start",
-    "eval_result",
-    "status",
-    "finish",
-)
+    "hello", "lease", "trajectory", "reject", "heartbeat", "shard", "published", "commit", "eval_start", "eval_result",
+    "status", "finish",
+)  # fmt: skip
 NEVER_WAIT = ("status", "heartbeat")  # these answers promise nothing, so they come also while the disk is full
 T = TypeVar("T")
 Answer = tuple[dict[str, Any], Mapping[str, Any]]  # body, arrays
@@ -67,6 +61,7 @@ class ServiceSettings:
     buffer_bytes: int = 256 << 20  # trajectories wait when more than this is on its way to the disk
     wake_s: float = 0.005  # changes within this time wake the waiting requests once
     small_tokens: int = SMALL_TOKENS
+    measured_cost: Callable[[], CostModel] | None = None  # asked at every batch: the trainer measures when it starts
 
 
 class BatcherService:
@@ -117,13 +112,15 @@ class BatcherService:
 
     async def run(self) -> None:
         """Serve until `stop`; raises the OSError that made the log unwritable."""
-        reported_s = time.monotonic()
+        reported_s = ticked_s = time.monotonic()
         while not self._stopping.is_set() and self._commit_log.failure is None:
             try:
                 await asyncio.wait_for(self._stopping.wait(), self.settings.tick_s)
             except TimeoutError:
-                if self._commit_log.full is None:  # who cannot be answered must not lose leases by it
-                    self.core.desk.tick()
+                gap_s, ticked_s = time.monotonic() - ticked_s, time.monotonic()
+                tick(self.core, self._room, gap_s)
+                if self._room.worth_shortening(self.core.ledger):
+                    self._shorten()
                 self._log_events()
             if time.monotonic() - reported_s >= self.settings.report_interval_s:
                 reported_s = time.monotonic()
@@ -208,14 +205,14 @@ class BatcherService:
     # -- handlers: Request -> (body, arrays)
 
     async def _hello(self, request: Request) -> Answer:
-        name = _get(request, "name", str)
+        name = field(request, "name", str)
         self._hellos[name] += 1
         self._notify()
-        self.core.desk.hello(name, _get(request, "role", str), _get(request, "pid", int))
+        self.core.desk.hello(name, field(request, "role", str), field(request, "pid", int))
         return {"epoch": self.core.ledger.epoch, "version": self.core.ledger.version}, {}
 
     async def _lease(self, request: Request) -> Answer:
-        worker, capacity = _get(request, "worker", str), _get(request, "capacity", int)
+        worker, capacity = field(request, "worker", str), field(request, "capacity", int)
         name = str(request.body.get("request", ""))[:200]
         generation = self._hellos[worker]
 
@@ -232,19 +229,19 @@ class BatcherService:
     async def _trajectory(self, request: Request) -> Answer:
         if cause := self._room.missing():
             self.core.refused[cause] += 1
-            return {"status": "busy", "cause": cause}, {}
+            return {"status": "busy", "cause": cause, "why": self._room.explain("no room for trajectories")}, {}
         try:
             traj = unpack(Trajectory, request.body, request.arrays)
         except RecordError as error:
             log.warning("trajectory from %s rejected: %s", request.client, error)
             if isinstance(given := request.body.get("lease_id"), str):
-                self.core.desk.reject(given, error.cause, num_tokens=_length(request))
+                self.core.desk.reject(given, error.cause, num_tokens=length(request))
             return {"status": "rejected", "cause": error.cause}, {}
         verdict = self.core.trajectory(traj)
         return {"status": verdict.status, "cause": verdict.cause}, {}
 
     async def _reject(self, request: Request) -> Answer:
-        given, cause = _get(request, "lease_id", str), _get(request, "cause", str)
+        given, cause = field(request, "lease_id", str), field(request, "cause", str)
         detail = str(request.body.get("detail", ""))[:500]
         log.info("%s gives up %s (%s): %s", request.client, given, cause, detail)
         num_tokens = request.body.get("num_tokens")
@@ -252,10 +249,11 @@ class BatcherService:
         return {}, {}
 
     async def _heartbeat(self, request: Request) -> Answer:
-        return {"unknown": self.core.desk.heartbeat(_get(request, "worker", str), _get(request, "lease_ids", list))}, {}
+        worker, lease_ids = field(request, "worker", str), field(request, "lease_ids", list)
+        return {"unknown": self.core.desk.heartbeat(worker, lease_ids, lengths(request))}, {}
 
     async def _shard(self, request: Request) -> Answer:
-        rank, world_size, step = (_get(request, name, int) for name in ("rank", "world_size", "step"))
+        rank, world_size, step = (field(request, name, int) for name in ("rank", "world_size", "step"))
         why = Waiting(0, 0, "")
 
         def attempt() -> Shard | None:
@@ -278,7 +276,7 @@ class BatcherService:
         asked_before = self._assembling.get(step)
         result = self.core.ask(rank, world_size, step)
         if not isinstance(result, Assembly):
-            if isinstance(result, Waiting) and self._room.hopeless():
+            if isinstance(result, Waiting) and self._room.hopeless(step):
                 raise Refusal("spool_full", f"{self._room.explain(result.why)}; no batch can be completed like this")
             return result
         if asked_before is not result:
@@ -291,10 +289,10 @@ class BatcherService:
         step, new = assembly.step, assembly.step == self.core.ledger.next_step
         try:
             async with self._files:
-                order = self._order(self.core.located(assembly), traced=new)
+                order = await self._order(self.core.located(assembly), traced=new)
                 with self._publisher.span("time/assemble", step=step):
                     batch = await self._assembler.run(order)
-        except AssemblyError as error:
+        except (AssemblyError, SettingsError) as error:
             log.error("%s", error)
             self.core.give_up(assembly)
             self._failed_assembly[step] = str(error)
@@ -306,28 +304,29 @@ class BatcherService:
         await self._settle()
         self._notify()
 
-    def _order(self, assembly: Assembly, traced: bool) -> Order:
+    async def _order(self, assembly: Assembly, traced: bool) -> Order:
         trace = self._trace_path(assembly.step) if traced else None
+        if self.settings.measured_cost is not None:
+            assembly = assembly.with_cost(await soon(self.settings.measured_cost))
         return Order(assembly, self.settings.spool_dir.resolve(), trace, self.settings.domain)
 
     def _trace_path(self, step: int) -> Path | None:
         return self.settings.trace_dir.resolve() / f"batch_{step:06d}.npz" if self.settings.trace_dir else None
 
     async def _published(self, request: Request) -> Answer:
-        self.core.published(_get(request, "number", int), _get(request, "epoch", int))
+        self.core.published(field(request, "number", int), field(request, "epoch", int))
         return {}, {}
 
     async def _commit(self, request: Request) -> Answer:
-        self.core.commit(_get(request, "step", int), str(request.body.get("checkpoint", "")))
-        await self._settle()
-        self._later(self._compact())
+        self.core.commit(field(request, "step", int), str(request.body.get("checkpoint", "")))
+        self._shorten()
         return {}, {}
 
     async def _eval_start(self, request: Request) -> Answer:
-        return {"total": self.core.eval_start(_get(request, "tag", str), _get(request, "number", int))}, {}
+        return {"total": self.core.eval_start(field(request, "tag", str), field(request, "number", int))}, {}
 
     async def _eval_result(self, request: Request) -> Answer:
-        tag = _get(request, "tag", str)
+        tag = field(request, "tag", str)
 
         def attempt() -> dict[str, Any] | None:
             result = self.core.eval_result(tag)
@@ -356,10 +355,17 @@ class BatcherService:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a side job failed: %s", error)
 
+    def _shorten(self) -> None:
+        self._room.shortening += 1
+        self._later(self._compact())
+
     async def _compact(self) -> None:
-        async with self._files:
-            self._log_events()
-            await compact(self.core.ledger, self._spool, self._commit_log, self._room.spool_bytes)
+        try:
+            async with self._files:
+                self._log_events()
+                await compact(self.core.ledger, self._spool, self._commit_log, self._room.spool_bytes)
+        finally:
+            self._room.shortening -= 1
 
     def _report_batches(self) -> None:
         for batch in self.core.take_batches():
@@ -381,19 +387,4 @@ class BatcherService:
             except Refusal:  # a checkpoint covers it by now
                 log.warning("no trace of step %d: its arrays were let go", step)
                 return
-            await self._assembler.run(self._order(assembly, traced=True))
-
-
-def _get(request: Request, name: str, kind: type[T]) -> T:
-    """A field of the request's body; raises Refusal when it is missing or of another type."""
-    value = request.body.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        text = f"{request.kind!r} needs {name!r} as {kind.__name__}, got {value!r:.80}"
-        raise Refusal("bad_request", text)
-    return value
-
-
-def _length(request: Request) -> int | None:
-    """Tokens of a trajectory that may be malformed."""
-    ids = request.arrays.get("input_ids_T")
-    return None if ids is None else int(ids.size)
+            await self._assembler.run(await self._order(assembly, traced=True))

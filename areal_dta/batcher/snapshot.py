@@ -21,6 +21,8 @@ _SCALARS = (
     "finished",
     "failed_in_a_row",
     "equal_in_a_row",
+    "min_group",
+    "max_attempts",
 )
 _EPISODE = ("reward", "num_tokens", "num_sequences", "version_min", "version_max", "base")
 _TASK = ("index", "sample", "attempt", "task_id", "reward", "failed")
@@ -49,7 +51,7 @@ def load(ledger: Ledger, plain: Mapping[str, Any], now_s: float) -> None:
     """
     ledger.check_fingerprint(plain["fingerprint"])
     for name in _SCALARS:
-        setattr(ledger, name, plain[name])
+        setattr(ledger, name, plain.get(name, getattr(ledger, name)))  # rules are missing in older logs
     groups = [_load_group(raw, now_s, ledger.settings.lease_timeout_s) for raw in plain["groups"]]
     ledger.groups = {group.group_id: group for group in groups}
     ledger.batches = {step: tuple((g, s) for g, s in keys) for step, keys in plain["batches"]}

@@ -15,8 +15,22 @@ import torch
 import torch.nn.functional as F
 
 from areal_dta.nn.model_config import DecoderConfig, RopeSpec
+from areal_dta.nn.packed import linear
 
-__all__ = ["Attend", "DecoderWeights", "LayerWeights", "Rotary", "decode_hidden", "project_logits"]
+__all__ = [
+    "Attend",
+    "CosSin",
+    "DecoderWeights",
+    "LayerWeights",
+    "Rotary",
+    "decode_features",
+    "decode_hidden",
+    "decode_layer",
+    "project_logits",
+    "rotate",
+]
+
+CosSin = tuple[torch.Tensor, torch.Tensor]  # what `Rotary` gives and `rotate` takes
 
 
 class Attend(Protocol):
@@ -70,14 +84,15 @@ class Rotary:
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._inv_freq = _inverse_frequencies(config.rope, config.head_dim).to(device)
         self._dtype = dtype
-        self._cos_PH = self._sin_PH = torch.empty(0, config.head_dim // 2, dtype=dtype, device=device)
+        self._cos_PH = self._sin_PH = torch.empty(0, config.head_dim, dtype=dtype, device=device)
 
-    def __call__(self, positions_T: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows for ``positions_T`` (all below ``num_positions``): two tensors of shape (T, 1, H/2)."""
+    def __call__(self, positions_T: torch.Tensor, num_positions: int) -> CosSin:
+        """For `rotate` at ``positions_T`` (all below ``num_positions``): two tensors of shape (T, 1, H)."""
         if num_positions > len(self._cos_PH):
             size = max(1024, 1 << (num_positions - 1).bit_length())
             angle = torch.arange(size, dtype=torch.float32, device=self._inv_freq.device)[:, None] * self._inv_freq
-            self._cos_PH, self._sin_PH = angle.cos().to(self._dtype), angle.sin().to(self._dtype)
+            cos, sin = angle.cos().to(self._dtype), angle.sin().to(self._dtype)
+            self._cos_PH, self._sin_PH = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return self._cos_PH[positions_T].unsqueeze(1), self._sin_PH[positions_T].unsqueeze(1)
 
 
@@ -96,51 +111,65 @@ def _inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype in (torch.float32, torch.float64):
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
+        return torch.rms_norm(x, weight.shape, weight, eps)
+    return weight * torch.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
 
 
-def _rotate(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    a, b = x_TNH.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+def rotate(x_TNH: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+    """Rotary embedding, halves convention: component i turns with component i + H/2."""
+    cos, sin = cos_sin
+    half = x_TNH.shape[-1] // 2
+    swapped = torch.cat((x_TNH[..., half:], x_TNH[..., :half]), -1)
+    return torch.addcmul(x_TNH * cos, swapped, sin)
 
 
-def decode_hidden(
-    weights: DecoderWeights, ids_T: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], attend: Attend
-) -> torch.Tensor:
+def decode_hidden(weights: DecoderWeights, ids_T: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
     """Run the layers over T new tokens, whose history ``attend`` owns; hidden states (T, D) before the last norm."""
-    config = weights.config
+    return decode_features(weights, ids_T, cos_sin, attend, ())[0]
+
+
+def decode_features(
+    weights: DecoderWeights, ids_T: torch.Tensor, cos_sin: CosSin, attend: Attend, hidden_layers: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`decode_hidden`, and beside it the outputs of ``hidden_layers`` side by side, (T, len * D), in the order given;
+    without any the hidden states themselves."""
     x_TD = F.embedding(ids_T, weights.embed_VD)
+    outputs: dict[int, torch.Tensor] = {}
     for index, layer in enumerate(weights.layers):
-        x_TD = x_TD + _attention(config, layer, index, x_TD, cos_sin, attend)
-        h_TD = _rms_norm(x_TD, layer.mlp_norm_D, config.norm_eps)
-        gate_TF, up_TF = F.linear(h_TD, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        x_TD = x_TD + F.linear(F.silu(gate_TF) * up_TF, layer.down, layer.down_bias)
-    return x_TD
+        x_TD = decode_layer(weights.config, layer, index, x_TD, cos_sin, attend)
+        if index in hidden_layers:
+            outputs[index] = x_TD
+    return x_TD, torch.cat([outputs[i] for i in hidden_layers], -1) if hidden_layers else x_TD
+
+
+def decode_layer(
+    config: DecoderConfig, layer: LayerWeights, index: int, x_TD: torch.Tensor, cos_sin: CosSin, attend: Attend
+) -> torch.Tensor:
+    """One layer's output (T, D); ``index`` is what ``attend`` knows the layer by."""
+    x_TD = x_TD + _attention(config, layer, index, x_TD, cos_sin, attend)
+    h_TD = _rms_norm(x_TD, layer.mlp_norm_D, config.norm_eps)
+    gate_TF, up_TF = linear(h_TD, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+    return x_TD + linear(F.silu(gate_TF) * up_TF, layer.down, layer.down_bias)
 
 
 def _attention(
-    config: DecoderConfig,
-    layer: LayerWeights,
-    index: int,
-    x_TD: torch.Tensor,
-    cos_sin: tuple[torch.Tensor, torch.Tensor],
-    attend: Attend,
+    config: DecoderConfig, layer: LayerWeights, index: int, x_TD: torch.Tensor, cos_sin: CosSin, attend: Attend
 ) -> torch.Tensor:
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     h_TD = _rms_norm(x_TD, layer.attn_norm_D, config.norm_eps)
-    qkv = F.linear(h_TD, layer.qkv, layer.qkv_bias).view(len(x_TD), N + 2 * K, H)
-    q_TNH, k_TKH, v_TKH = qkv.split((N, K, K), 1)
+    qkv = linear(h_TD, layer.qkv, layer.qkv_bias).view(len(x_TD), N + 2 * K, H)
     if layer.q_norm_H is not None and layer.k_norm_H is not None:
-        q_TNH = _rms_norm(q_TNH, layer.q_norm_H, config.norm_eps)
-        k_TKH = _rms_norm(k_TKH, layer.k_norm_H, config.norm_eps)
-    o_TNH = attend(index, _rotate(q_TNH, *cos_sin), _rotate(k_TKH, *cos_sin), v_TKH)
-    return F.linear(o_TNH.reshape(len(x_TD), N * H), layer.out, layer.out_bias)
+        q_TNH = rotate(_rms_norm(qkv[:, :N], layer.q_norm_H, config.norm_eps), cos_sin)
+        k_TKH = rotate(_rms_norm(qkv[:, N : N + K], layer.k_norm_H, config.norm_eps), cos_sin)
+    else:
+        q_TNH, k_TKH = rotate(qkv[:, : N + K], cos_sin).split((N, K), 1)
+    o_TNH = attend(index, q_TNH, k_TKH, qkv[:, N + K :])
+    return linear(o_TNH.reshape(len(x_TD), N * H), layer.out, layer.out_bias)
 
 
 def project_logits(weights: DecoderWeights, hidden_TD: torch.Tensor) -> torch.Tensor:
     """Final norm and vocabulary head: logits (T, V) in the model's dtype."""
-    return F.linear(_rms_norm(hidden_TD, weights.final_norm_D, weights.config.norm_eps), weights.head_VD)
+    return linear(_rms_norm(hidden_TD, weights.final_norm_D, weights.config.norm_eps), weights.head_VD)
 
 
 def sequence_logits(weights: DecoderWeights, ids: Sequence[int]) -> torch.Tensor:

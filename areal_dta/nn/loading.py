@@ -56,6 +56,9 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
+                twice = sorted(set(file.keys()) & set(tensors))
+                if twice:
+                    raise WeightsMismatch(f"{twice[0]} is in {path} and in another file of the folder; write it again")
                 # Copied out of the memory map: a file replaced later must not change weights in use.
                 tensors.update({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
         except SafetensorError as error:

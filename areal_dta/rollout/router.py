@@ -123,7 +123,7 @@ class Router:
             return request_keys(header, None)
         try:
             body = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             return RequestKeys()  # whichever server gets it will say what is wrong
         return request_keys(None, body if isinstance(body, dict) else None)
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import aiohttp
 
+from areal_dta.rollout.sglang_contract import EMBEDDED, Contract, contract_of_info
+
 __all__ = ["Current", "Pool", "PoolTimeouts", "Published", "Server", "ServerFailed"]
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Server:
     reason: str = "not seen yet"
     instance: str | None = None
     version: str | None = None
+    contract: Contract = EMBEDDED
     outstanding: int = 0
     silent_checks: int = 0
     next_try: float = 0.0
@@ -188,10 +191,13 @@ class Pool:
             try:
                 # Asked again under the lock: whatever restarted in between must not join with another's version.
                 server.instance = await self._health(server)
+                await self._identify(server)
                 info = await self.call(server, "/get_model_info", None, self._timeouts.control)
                 server.version = info.get("weight_version")
-                if self.current is not None and server.version != self.current.weight_version:
-                    await self.call(server, "/pause_generation", {"mode": "retract"}, self._timeouts.control)
+                if self.current is not None and _differs(info, self.current):
+                    await self.call(
+                        server, "/pause_generation", {"mode": server.contract.update_pause}, self._timeouts.control
+                    )
                     await self._update(server, self.current, abort=False)
                 await self._set_pause(server)
             except (aiohttp.ClientError, TimeoutError, ServerFailed) as error:
@@ -204,6 +210,15 @@ class Pool:
             server.lost = asyncio.Event()
         log.info("%s joins with version %s", server.url, server.version)
         await self._notify()
+
+    async def _identify(self, server: Server) -> None:
+        """Only the embedded server names its instance; others say which release they are."""
+        if server.instance is not None:
+            server.contract = EMBEDDED
+            return
+        server.contract = contract_of_info(await self.call(server, "/server_info", None, self._timeouts.control))
+        for limit in server.contract.limits():
+            log.warning("%s is %s: %s", server.url, server.contract.name, limit)
 
     async def _set_pause(self, server: Server) -> None:
         if self.paused:
@@ -235,9 +250,10 @@ class Pool:
         }
         await self.call(server, "/update_weights_from_disk", body, self._timeouts.update)
         info = await self.call(server, "/get_model_info", None, self._timeouts.control)
-        if info.get("weight_version") != target.weight_version:
+        if _differs(info, target):
             raise ServerFailed(
-                f"{server.url} serves {info.get('weight_version')!r} after its update to {target.weight_version!r}"
+                f"{server.url} serves {info.get('weight_version')!r} (digest {info.get('weights_digest')}) after its "
+                f"update to {target.weight_version!r} (digest {target.digest})"
             )
         server.version = target.weight_version
 
@@ -259,14 +275,16 @@ class Pool:
                 results[server.url] = outcome
         return results, failures
 
-    async def publish(self, target: Current, mode: str = "in_place", abort: bool = False) -> Published:
+    async def publish(self, target: Current, abort: bool = False) -> Published:
         """Pause all live servers, update them, continue. At least one success makes ``target`` current; servers that
-        failed go out and catch up later. With no success at all the old version keeps serving."""
+        failed go out and catch up later. With no success at all the old version keeps serving. So all live servers
+        serve one version, of one digest, at any time that requests run."""
         async with self._update_lock:
             began = time.monotonic()
             asked = self.live
             _, failures = await self.on_all(
-                asked, lambda s: self.call(s, "/pause_generation", {"mode": mode}, self._timeouts.control)
+                asked,
+                lambda s: self.call(s, "/pause_generation", {"mode": s.contract.update_pause}, self._timeouts.control),
             )
             paused = [s for s in asked if s.url not in failures]
             updating = time.monotonic()
@@ -298,3 +316,11 @@ class Pool:
         tmp = self._state_file.with_suffix(".tmp")
         tmp.write_text(json.dumps(asdict(target), indent=1))
         os.replace(tmp, self._state_file)
+
+
+def _differs(info: dict[str, Any], target: Current) -> bool:
+    """Whether a server serves anything else than ``target``; SGLang tells no digest, only the version it was given."""
+    told = info.get("weights_digest")
+    if info.get("weight_version") != target.weight_version:
+        return True
+    return told is not None and target.digest is not None and told != target.digest

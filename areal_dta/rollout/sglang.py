@@ -1,18 +1,31 @@
-"""The command line that starts one SGLang server. SGLang lives in an environment of its own, reached over HTTP.
+"""SGLang servers: the command line of one, and what happens before it starts.
 
-Pure: it builds the command from the configuration. It is tested as text only; no SGLang server is started by the tests.
+SGLang lives in an environment of its own. A run starts ``python -m areal_dta.rollout.sglang COMMAND...``: it asks the
+command's interpreter which SGLang it has, says what that release cannot do, and becomes the command, so that health,
+log, signals and restarts are those of SGLang itself. The launcher waits for ``/health`` (``runtime.start_timeout_s``),
+keeps the output in the process's log and starts a dead server again (``runtime.restart_limit``); the router then brings
+it to the current weights.
+
 Flags as documented for SGLang's ``launch_server``; `sglang` keys of the configuration become flags of the same name.
 SGLang takes its API key as a flag only, so whoever may list the processes of the machine can read it.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 from areal_dta.config import Config
+from areal_dta.rollout.sglang_contract import PINNED, contract_of
 
-__all__ = ["build_command"]
+__all__ = ["SGLangMissing", "build_command", "installed_version", "main"]
 
+_PROBE = "import importlib.metadata as m; print(m.version('sglang'))"
+_PROBE_TIMEOUT_S = 60.0
+# Otherwise /health generates a token: a paused server, as during an update, would look dead to the router.
+_PLAIN_HEALTH = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 # Set from the allocation or here, never from the `sglang` section.
 _OWN = {"model_path", "dp_size", "random_seed"}
 # Keys of AReaL's section that its own launcher consumes and that are no flags of the server.
@@ -66,3 +79,50 @@ def _flag(key: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [name, *map(str, value)]
     return [name, str(value)]
+
+
+class SGLangMissing(RuntimeError):
+    """The interpreter cannot be run or has no SGLang."""
+
+
+def installed_version(python: str) -> str:
+    """Release of the SGLang that ``python`` would run; raises SGLangMissing."""
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SGLangMissing(f"runtime.sglang_python={python} cannot be run: {error}") from error
+    if done.returncode:
+        raise SGLangMissing(
+            f"runtime.sglang_python={python} has no sglang ({(done.stderr.splitlines() or ['no output'])[-1]:.200}); "
+            f"name the interpreter of an environment that holds it, for example sglang=={PINNED}"
+        )
+    return done.stdout.strip()
+
+
+def main(command: list[str]) -> int:
+    """Announce what the release cannot do, then become ``command``; exit code 2 without SGLang or with a wrong flag."""
+    if not command:
+        print("usage: python -m areal_dta.rollout.sglang PYTHON -m sglang.launch_server ...", file=sys.stderr)
+        return 2
+    try:
+        contract = contract_of(installed_version(command[0]))
+    except SGLangMissing as error:
+        print(f"cannot serve: {error}", file=sys.stderr)
+        return 2
+    removed = [flag for flag in contract.removed_flags if flag in command]
+    if removed:
+        key = removed[0].removeprefix("--").replace("-", "_")
+        print(f"cannot serve: {contract.name} has no {removed[0]} any more; remove sglang.{key}", file=sys.stderr)
+        return 2
+    print(f"starting {contract.name}", flush=True)
+    for limit in contract.limits():
+        print(f"{contract.name}: {limit}", flush=True)
+    os.environ.setdefault(_PLAIN_HEALTH, "false")
+    os.execvp(command[0], command)
+    raise AssertionError("execvp returned")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -43,7 +43,7 @@ ToolCallParser = Callable[[str], tuple[str, list[tuple[str, str]]]]
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _THINK_END = "</think>"
-_IGNORED_FIELDS = frozenset({"model", "user", "seed", "parallel_tool_calls", "stream_options", "logprobs"})
+_IGNORED_FIELDS = frozenset({"model", "user", "seed", "parallel_tool_calls", "logprobs"})
 
 
 class ToolCallParserMissing(RuntimeError):
@@ -226,7 +226,7 @@ class _Gateway:
         host, port = runner.addresses[0][:2]
         return f"http://{host}:{port}/v1"
 
-    async def _complete(self, request: web.Request) -> web.Response:
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
         scheme, _, api_key = request.headers.get("Authorization", "").partition(" ")
         client = self._sessions.get(api_key) if scheme == "Bearer" else None
         if client is None:
@@ -235,8 +235,7 @@ class _Gateway:
             body = await request.json()
         except json.JSONDecodeError as error:
             return _error(400, f"request body is not JSON: {error}")
-        if body.pop("stream", False):
-            return _error(400, "stream=true is not supported; ask for the whole completion")
+        stream, options = body.pop("stream", False), body.pop("stream_options", None) or {}
         fields = {key: value for key, value in body.items() if key not in _IGNORED_FIELDS}
         template = fields.pop("chat_template_kwargs", None)
         if template:
@@ -248,7 +247,41 @@ class _Gateway:
         except RuntimeError as error:
             log.warning("completion failed: %s", error)
             return _error(500, f"{type(error).__name__}: {error}")
+        if stream:
+            return await _as_stream(request, completion.model_dump(mode="json"), bool(options.get("include_usage")))
         return web.json_response(text=completion.model_dump_json())
+
+
+async def _as_stream(request: web.Request, completion: dict[str, Any], usage: bool) -> web.StreamResponse:
+    """The finished completion as OpenAI's chunks: the role, the whole message, the end, and usage if asked for."""
+    response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
+    response.content_type = "text/event-stream"
+    await response.prepare(request)
+    common = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    try:
+        for deltas in zip(*map(_deltas, completion["choices"]), strict=True):
+            await response.write(_event({**common, "choices": list(deltas)}))
+        if usage:
+            await response.write(_event({**common, "choices": [], "usage": completion.get("usage")}))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+    except ConnectionResetError:
+        log.info("the agent hung up before its completion was sent; it is kept all the same")
+    return response
+
+
+def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """One choice's part of each chunk."""
+    message = {key: value for key, value in choice["message"].items() if value is not None}
+    role = {"role": message.pop("role", "assistant")}
+    if "tool_calls" in message:
+        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+    parts: list[tuple[dict[str, Any], str | None]] = [(role, None), (message, None), ({}, choice["finish_reason"])]
+    return [{"index": choice["index"], "delta": delta, "finish_reason": reason} for delta, reason in parts]
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -245,6 +245,7 @@ class EpisodeEngine:
         self._closed = ""
         self.num_generations = 0
         self.num_output_tokens = 0
+        self.num_row_tokens = 0  # of all completions, each with its prompt
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """As AReaL's; a request without ``metadata["sampling_seed"]`` gets one fixed by (lease seed, call number)."""
@@ -260,6 +261,7 @@ class EpisodeEngine:
         response = await self._engine.agenerate(req)
         self.num_generations += 1
         self.num_output_tokens += len(response.output_tokens)
+        self.num_row_tokens += len(req.input_ids) + len(response.output_tokens)
         return response
 
     def close(self, why: str) -> None:

@@ -80,13 +80,19 @@ class Episode(RolloutWorkflow):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled: str | None = None
+        self._bound: EpisodeEngine | None = None
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of its completions so far, each with its prompt: the length of what is lost if it fails."""
+        return self._bound.num_row_tokens if self._bound else 0
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         """AReaL's entry point; returns the workflow's own result so that the executor's bookkeeping is right."""
         with self._lock:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
             self.started_s = time.monotonic()
-        bound = EpisodeEngine(engine, self.lease)
+        bound = self._bound = EpisodeEngine(engine, self.lease)
         try:
             return await self._guarded(bound, data)
         finally:

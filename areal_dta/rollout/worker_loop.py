@@ -150,7 +150,9 @@ class Worker:
 
     async def _heartbeat_loop(self) -> None:
         while True:
-            reply = await self._link.call("heartbeat", {"worker": self.settings.name, "lease_ids": list(self._running)})
+            lengths = [running.episode.num_row_tokens for running in self._running.values()]
+            body = {"worker": self.settings.name, "lease_ids": list(self._running), "num_tokens": lengths}
+            reply = await self._link.call("heartbeat", body)
             unknown = set(reply.body.get("unknown") or ())
             for lease_id, running in list(self._running.items()):
                 beats = running.unknown_beats + 1 if lease_id in unknown else 0
@@ -189,9 +191,10 @@ class Worker:
     async def _settle(self, outcome: Outcome) -> None:
         """Deliver or reject one outcome, then free its slot."""
         lease = outcome.lease
+        num_tokens = self._running[lease.lease_id].episode.num_row_tokens
         self._publish(outcome)
         if outcome.trajectory is None:
-            await self._link.reject(lease, outcome.cause or "raised", outcome.detail)
+            await self._link.reject(lease, outcome.cause or "raised", outcome.detail, num_tokens)
         else:
             status = await self._link.deliver(lease, outcome.trajectory)
             if status != "accepted":
@@ -261,5 +264,6 @@ class Worker:
             running.episode.cancel("the worker stops")
         gone = self._failure.done() and isinstance(self._failure.exception(), RpcTimeout)
         if left and not gone:
-            await self._link.hand_back([running.lease for running in left], _FINISH_S)
+            lengths = {running.lease.lease_id: running.episode.num_row_tokens for running in left}
+            await self._link.hand_back(lengths, _FINISH_S)
         self._running.clear()

@@ -1,34 +1,35 @@
 """AReaL's unmodified RemoteSGLangEngine against the embedded server and against the router.
 
-Not covered: updates through a process group, LoRA, vision inputs; a real SGLang.
+Updates through a process group are in test_areal_weight_group.py. Not covered: LoRA, vision inputs, a real SGLang.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
-from areal.api import ModelRequest, RolloutWorkflow, WeightUpdateMeta
-from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, NameResolveConfig
+from areal.api import WeightUpdateMeta
 from areal.engine.sglang_remote import RemoteSGLangEngine
 from areal.infra import remote_inf_engine
 from areal.utils import name_resolve, names
 from safetensors.numpy import load_file
 
-from areal_dta.nn import DecoderConfig, load_decoder
-from areal_dta.nn.decoder import DecoderWeights, sequence_logits
 from areal_dta.weights import write_version
-from tests.unit.server_kit import call, load, router_process, server_process, wait_until
+from tests.contract.areal_kit import (
+    PROMPT,
+    WAIT_S,
+    Completion,
+    areal_engine,
+    interrupt,
+    logprobs_by,
+    weights_of,
+)
+from tests.unit.server_kit import call, load, router_process, server_process
 from tests.unit.tiny_models import save_tiny_model
-
-PROMPT = list(range(2, 40))
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -50,61 +51,8 @@ def address(request: pytest.FixtureRequest, model: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def engine(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteSGLangEngine]:
-    root = tmp_path_factory.mktemp("names")
-    name_resolve.reconfigure(NameResolveConfig(type="nfs", nfs_record_root=str(root)))
-    config = InferenceEngineConfig(
-        experiment_name="contract",
-        trial_name=root.name,
-        max_concurrent_rollouts=16,
-        consumer_batch_size=8,
-        max_head_offpolicyness=8,
-        backend="sglang:d1",
-        request_timeout=WAIT_S,
-        setup_timeout=WAIT_S,
-        pause_grace_period=0.1,
-    )
-    engine = RemoteSGLangEngine(config)
-    engine.initialize(engine_id="0", addr=urlsplit(address).netloc, train_data_parallel_size=1)
-    yield engine
-    engine.destroy()
-
-
-class Completion(RolloutWorkflow):
-    """One sampled completion as a training row."""
-
-    def __init__(self, new_tokens: int) -> None:
-        self.gconfig = GenerationHyperparameters(
-            n_samples=1, max_new_tokens=new_tokens, temperature=0.8, ignore_eos=True
-        )
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor]:
-        answer = await engine.agenerate(ModelRequest(input_ids=list(data["ids"]), gconfig=self.gconfig))
-        prompt, output = answer.input_len, answer.output_len
-        return {
-            "input_ids": torch.tensor([answer.input_tokens + answer.output_tokens]),
-            "loss_mask": torch.tensor([[0] * prompt + [1] * output]),
-            "logprobs": torch.tensor([[0.0] * prompt + answer.output_logprobs]),
-            "versions": torch.tensor([[-1] * prompt + answer.output_versions]),
-            "attention_mask": torch.ones(1, prompt + output, dtype=torch.bool),
-            "rewards": torch.tensor([1.0]),
-        }
-
-
-def weights_of(folder: Path) -> DecoderWeights:
-    return load_decoder(folder, DecoderConfig.from_folder(folder), torch.float32)
-
-
-def logprobs_by(weights: DecoderWeights, row: dict[str, torch.Tensor], temperature: float = 0.8) -> torch.Tensor:
-    """Log-prob of every token but the first by a dense forward; index i is token i+1."""
-    ids = row["input_ids"][0].tolist()
-    logits = sequence_logits(weights, ids)[:-1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
-def wait_for(engine: RemoteSGLangEngine, count: int) -> list[dict[str, torch.Tensor]]:
-    rows = engine.wait(count, timeout=WAIT_S)
-    assert all(row is not None for row in rows)
-    return rows
+    with areal_engine([address], tmp_path_factory.mktemp("names")) as engine:
+        yield engine
 
 
 def test_rollouts_carry_the_tokens_and_logprobs_of_the_model(engine: RemoteSGLangEngine, model: Path):
@@ -124,30 +72,9 @@ def test_scoring_agrees_with_the_model(engine: RemoteSGLangEngine, model: Path):
     assert (scored[-3:] - logprobs_by(weights_of(model), row, 1.0)[-3:]).abs().max() < 1e-5
 
 
-def generated(address: str) -> int:
-    info = call(address, "/get_server_info")[1]
-    servers = [s["info"] for s in info["servers"].values()] if "servers" in info else [info]
-    return sum(s["internal_states"][0]["generated_tokens"] for s in servers)
-
-
-def interrupt(engine: RemoteSGLangEngine, address: str, meanwhile: Callable[[], None]) -> list[dict[str, torch.Tensor]]:
-    """Pause while four long rollouts run, do something, go on; the finished rows."""
-    before = generated(address)
-    for i in range(4):
-        engine.submit({"ids": [*PROMPT, 50 + i]}, workflow=Completion(500))
-    wait_until(lambda: generated(address) > before + 40, "rollouts under way")
-    engine.pause()
-    engine.pause_generation()
-    assert call(address, "/get_server_info")[1]["paused"]
-    meanwhile()
-    engine.continue_generation()
-    engine.resume()
-    return wait_for(engine, 4)
-
-
 def test_interrupted_rollouts_go_on_with_the_next_version(engine: RemoteSGLangEngine, address: str):
     version = engine.get_version()
-    rows = interrupt(engine, address, lambda: engine.set_version(version + 1))
+    rows = interrupt(engine, [address], lambda: engine.set_version(version + 1))
     for row in rows:
         assert int(row["loss_mask"].sum()) == 500
         versions = row["versions"][0][row["loss_mask"][0].bool()]
@@ -171,7 +98,7 @@ def test_weights_from_disk_serve_the_rest_of_interrupted_rollouts(
         engine.update_weights_from_disk(meta).result(timeout=WAIT_S)
         engine.set_version(version + 1)
 
-    rows = interrupt(engine, address, update)
+    rows = interrupt(engine, [address], update)
     assert call(address, "/get_model_info")[1]["weight_version"] == "0:3"
     for row in rows:
         fresh = (row["versions"][0] == version + 1)[1:]

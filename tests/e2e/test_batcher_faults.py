@@ -12,8 +12,8 @@ import pytest
 
 from areal_dta.channel import RpcError
 from areal_dta.records import Lease, pack, unpack
-from tests.e2e.batcher_toys import BatcherProcess, ToyWorker, keys, shards
-from tests.unit.batcher_kit import trajectory
+from tests.e2e.batcher_toys import CONFIG, BatcherProcess, ToyWorker, keys, shards
+from tests.unit.batcher_kit import trajectory, write_calibration
 
 
 @pytest.fixture
@@ -138,6 +138,22 @@ def test_nonsense_configurations_end_within_seconds_with_the_remedy(batcher):
         batcher.start()
         assert batcher.process.wait(20) == 1
     assert f"cannot listen on {batcher.address}" in batcher.log()
+
+
+def test_measured_time_is_taken_from_the_runs_calibration_or_missed_aloud(batcher):
+    config = CONFIG.replace("cost: tree_tokens", "cost: time") + "dta: {calibrate: true, max_block_tokens: 500}\n"
+    (batcher.run_dir / "config.yaml").write_text(config)
+    batcher.start()
+    worker = ToyWorker(batcher, "worker")
+    worker.start()
+    with batcher.client("trainer") as link:
+        with pytest.raises(RpcError, match="calibration.json does not exist; a run with dta.calibrate=true writes it"):
+            shards(link, 0)
+        write_calibration(batcher.run_dir, token_s=2e-3, pair_s=0.0, block_s=1.0)
+        for shard in shards(link, 0):
+            assert shard.cost == pytest.approx((6e-3 + 2 * 1.0 / 500) * shard.tree_tokens)
+    worker.halt.set()
+    worker.join(20)
 
 
 def test_the_process_stops_on_sigterm_and_keeps_its_promises(batcher):

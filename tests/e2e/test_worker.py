@@ -175,6 +175,9 @@ def test_every_failure_is_rejected_with_its_cause_and_none_becomes_reward_zero(s
     for what, (_, text) in expected.items():
         assert text in batcher.rejected[what][1]
     assert len(publisher.values("rollout/failed")) == len(expected)
+    assert batcher.lengths == dict.fromkeys(("raises", "none", "hangs", "refused"), 0) | {"long": 65} | dict.fromkeys(
+        ("nan", "no_reward", "no_token"), 5
+    )
 
 
 def test_busy_is_retried_and_a_duplicate_is_dropped(server: FakeServer) -> None:

@@ -139,7 +139,7 @@ def test_an_agents_reward_must_be_a_number(server: FakeServer, tokenizer: PreTra
     assert cause(Silent())[0] == "empty"
 
 
-def test_a_key_of_a_finished_episode_and_streaming_are_refused(
+def test_a_key_of_another_episode_and_a_streamed_request_without_messages_are_refused(
     server: FakeServer, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     class Nosy(Agent):
@@ -153,6 +153,33 @@ def test_a_key_of_a_finished_episode_and_streaming_are_refused(
 
     server.script.extend([lambda b: answer([7, 0]), lambda b: answer([6, 0])])
     assert "lease_0" in finish(server, AgentWorkflow(Nosy(), tokenizer)).accepted
+
+
+def test_an_agent_that_streams_gets_the_same_reply_and_trains_on_it(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    class Streaming(Agent):
+        async def ask(self, messages: list[Any]) -> Any:
+            self.chunks = []
+            stream = self.client.chat.completions.stream(
+                model="any",
+                messages=messages,
+                tools=TOOLS,
+                max_completion_tokens=4,
+                stream_options={"include_usage": True},
+            )
+            async with stream as events:
+                async for event in events:
+                    self.chunks.append(event.type)
+                return await events.get_final_completion()
+
+    server.script.extend([lambda b: answer([7, 0], version="0:3"), lambda b: answer([6, 0], version="0:4")])
+    agent = Streaming()
+    trajectory = finish(server, AgentWorkflow(agent, tokenizer, max_tokens=64)).accepted["lease_0"]
+    assert generated(trajectory.input_ids_T, trajectory) == [7, 0, 6, 0]
+    assert (agent.last.choices[0].message.content, agent.last.choices[0].finish_reason) == ("done", "stop")
+    assert agent.last.usage.completion_tokens == 2
+    assert "content.delta" in agent.chunks
 
 
 def test_tools_without_a_parser_fail_loudly(server: FakeServer, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -144,6 +144,7 @@ class FakeBatcher:
         self.accepted: dict[str, Trajectory] = {}
         self.answered: list[tuple[str, str]] = []
         self.rejected: dict[str, tuple[str, str]] = {}
+        self.lengths: dict[str, int] = {}  # of rejected episodes
         self.beats: list[list[str]] = []
         self.unknown: set[str] = set()
         self.max_leased = 0
@@ -209,12 +210,14 @@ class FakeBatcher:
 
     async def _on_reject(self, request: Request) -> Reply:
         self.rejected[request.body["lease_id"]] = (request.body["cause"], request.body["detail"])
+        self.lengths[request.body["lease_id"]] = request.body["num_tokens"]
         self._leased.discard(request.body["lease_id"])
         await self._notify()
         return Reply()
 
     async def _on_heartbeat(self, request: Request) -> Reply:
         self.beats.append(request.body["lease_ids"])
+        assert len(request.body["num_tokens"]) == len(request.body["lease_ids"])
         await self._notify()
         return Reply({"unknown": [x for x in request.body["lease_ids"] if x in self.unknown]})
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from areal_dta.batcher.core import BatcherCore
+from areal_dta.batcher.costs import CALIBRATION_FILE
 from areal_dta.batcher.ledger import Event
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.records import Lease, Trajectory
+from areal_dta.tree.calibration import Calibration
+from areal_dta.tree.memory import MemoryModel
+from areal_dta.tree.timing import TimeModel
 
 
 class Clock:
@@ -94,3 +100,13 @@ def train(core: BatcherCore, step: int):
     shards = [core.shard(r, core.settings.num_ranks, step) for r in range(core.settings.num_ranks)]
     core.published(step + 1, core.ledger.epoch)
     return shards
+
+
+def write_calibration(folder: Path, token_s: float = 1e-3, pair_s: float = 1e-6, block_s: float = 0.0) -> None:
+    """As a trainer stores it: seconds per token (layers: forward and backward, head: backward), per pair, per block."""
+    forward = (block_s, token_s, pair_s, pair_s, pair_s, 0.0)
+    memory = MemoryModel.of_shape(
+        hidden=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, ffn=16, vocab=32, element_bytes=4, tp=1
+    )
+    time = TimeModel(forward, forward, (0.0, 0.0), (0.0, token_s), measured=True)
+    Calibration({"device": "a test"}, time, memory, {}).write(folder / CALIBRATION_FILE)

@@ -27,7 +27,9 @@ class Harness:
 
     def __init__(self, directory, *, trace=True, clock=None, **changes):
         shell = {
-            name: changes.pop(name) for name in ("spool_bytes", "segment_bytes", "small_tokens") if name in changes
+            name: changes.pop(name)
+            for name in ("spool_bytes", "segment_bytes", "small_tokens", "measured_cost")
+            if name in changes
         }
         self.shell = {"segment_bytes": 2000, "trace_dir": directory if trace else None, **shell}
         self.clock = clock or Clock()

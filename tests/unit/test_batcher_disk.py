@@ -28,7 +28,8 @@ def test_a_full_disk_keeps_workers_waiting_says_so_and_recovers(tmp_path, monkey
                 while (await h.call("status")).body["no_room"] != "disk_full":
                     await asyncio.sleep(0.01)
             assert not held.done()
-            assert await h.deliver(others[0]) == {"status": "busy", "cause": "disk_full"}
+            told = await h.deliver(others[0])
+            assert (told["status"], told["cause"]) == ("busy", "disk_full") and "free space there" in told["why"]
             assert (await h.call("heartbeat", {"worker": "w", "lease_ids": [first.lease_id]})).body["unknown"] != []
             monkeypatch.setattr(os, "writev", real)
             assert (await asyncio.wait_for(held, 20))["status"] == "accepted"
@@ -97,7 +98,7 @@ def test_a_log_larger_than_its_bound_makes_workers_wait_until_a_checkpoint_lets_
             for step in range(100):
                 leases = await h.lease()
                 answers = [await h.deliver(lease) for lease in leases]
-                if {"status": "busy", "cause": "spool_full"} in answers:
+                if "spool_full" in {answer.get("cause") for answer in answers}:
                     break
                 await h.shards(step)
             why = (await h.call("shard", {"rank": 0, "world_size": 2, "step": step, "wait_s": 0})).body["why"]

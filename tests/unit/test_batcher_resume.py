@@ -53,7 +53,7 @@ class Run:
 
 def snapshot(core):
     status = core.status()
-    for transient in ("refused", "eval_failures", "in_flight"):
+    for transient in ("refused", "refused_lengths", "eval_failures", "in_flight"):
         del status[transient]
     groups = {
         g.group_id: (g.state, [(s.episode and s.episode.key, s.failed) for s in g.samples])
@@ -310,3 +310,35 @@ def test_a_crash_and_a_resume_skip_no_prompt_with_very_unequal_lengths(eta):
     assert set(status["dropped"]) <= {"stale"}  # of the branch given up: too old by then, and leased again
     assert status["reissued"] * 2 == status["dropped"].get("stale", 0)
     assert status["max_staleness"] <= eta
+
+
+@pytest.mark.parametrize("change", [{"min_group_size": 3}, {"max_attempts": 3}, {"filter_equal_rewards": True}])
+def test_a_resume_with_other_rules_reads_the_log_by_the_rules_it_was_written_under(change):
+    run = Run(group_size=3, max_attempts=1)
+    for lease in run.core.desk.lease("w", 100):
+        if lease.sample == 2:
+            run.core.desk.reject(lease.lease_id, "raised")
+        else:
+            run.core.trajectory(trajectory(lease, reward=float(lease.sample)))
+    train(run.core, 0)
+    run.core.commit(0, "step_0")
+    run.save()
+    before = run.core.status()
+    run.changes.update(change)
+    run.resume(0)
+    after = run.core.status()
+    for name in ("acknowledged", "trained", "pooled", "ready_groups", "dropped", "lost", "duplicated"):
+        assert after[name] == before[name], name
+    run.compact()
+    run.restart()
+    assert run.core.ledger.min_group == run.core.settings.min_group
+    assert run.core.ledger.max_attempts == run.core.settings.max_attempts
+
+
+def test_causes_that_a_worker_makes_up_do_not_pile_up():
+    core = make_core(max_attempts=1000, group_size=2)
+    for n in range(200):
+        (lease,) = core.desk.lease("w", 1)
+        core.desk.reject(lease.lease_id, f"cause {n}")
+    rejected = core.status()["rejected"]
+    assert len(rejected) <= 65 and sum(rejected.values()) == 200

@@ -353,6 +353,12 @@ class TestPorts:
         message = error_of(*self.SGLANG, "embedded.ports=[7000,7001]")
         assert "embedded.ports=[7000, 7001]" in message
         assert "remove it" in message
+        assert "sglang" in error_of(*self.SGLANG, "embedded.max_waiting=500")
+
+    def test_limits_that_would_refuse_the_runs_own_requests_are_refused(self) -> None:
+        message = error_of("rollout.max_concurrent_rollouts=64", "embedded.max_waiting=63")
+        assert "embedded.max_waiting=63" in message and "rollout.max_concurrent_rollouts=64" in message
+        assert "embedded:d2" in error_of("embedded.while_released=refuse")
 
 
 class TestAllocation:

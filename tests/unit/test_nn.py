@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from areal_dta.nn import DecoderConfig, UnsupportedModel, WeightsMismatch, load_decoder
 from areal_dta.nn.decoder import sequence_logits
 from areal_dta.nn.loading import expected_shapes
+from areal_dta.nn.packed import linear, pack, pack_decoder
 from tests.unit.tiny_models import FAMILIES, save_tiny_model
 
 LLAMA3_ROPE = {
@@ -39,6 +40,26 @@ def test_logits_equal_transformers(family: str, overrides: dict[str, Any], tmp_p
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
     assert (sequence_logits(weights, ids) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_weights_give_the_same_logits(family: str, tmp_path: Path):
+    save_tiny_model(tmp_path, family)
+    weights = load_decoder(tmp_path, DecoderConfig.from_folder(tmp_path), torch.float32)
+    packed = pack_decoder(weights)
+    assert packed.layers[0].qkv.is_mkldnn
+    assert packed.head_VD.is_mkldnn
+    for count in (1, 5, 130):
+        ids = torch.randint(2, 300, (count,)).tolist()
+        assert (sequence_logits(packed, ids) - sequence_logits(weights, ids)).abs().max() < 1e-5
+
+
+def test_only_what_gains_is_packed():
+    x, matrix, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+    assert torch.allclose(linear(x, pack(matrix), bias), x @ matrix.T + bias, atol=1e-6)
+    assert pack(pack(matrix)).is_mkldnn
+    for other in (matrix.double(), matrix.half(), matrix.to("meta")):
+        assert pack(other) is other
 
 
 def test_theta_is_read_from_the_old_config_form_too(tmp_path: Path):

@@ -14,10 +14,10 @@ import torch
 from areal_dta import metrics
 from areal_dta.nn import DecoderConfig, load_decoder
 from areal_dta.nn.decoder import DecoderWeights, sequence_logits
-from areal_dta.rollout.server import paged_attention
+from areal_dta.rollout.server import attention_plan
+from areal_dta.rollout.server.attention_plan import Span, find_shared
 from areal_dta.rollout.server.engine import Engine, EngineDead
 from areal_dta.rollout.server.kv_cache import CacheFull, KVCache
-from areal_dta.rollout.server.paged_attention import Span, find_shared
 from areal_dta.rollout.server.sampler import SampleRow, gumbel_noise, sample
 from areal_dta.rollout.server.scheduler import SchedulerLimits
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, SamplingParams
@@ -70,7 +70,7 @@ def test_greedy_output_is_transformers_output(family: str, tmp_path: Path):
 
 @pytest.mark.parametrize("pass_overhead_keys", [0, 2048, 10**9], ids=["every-level-shared", "default", "never-shared"])
 def test_sampled_logprobs_equal_a_full_forward(pass_overhead_keys: int, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(paged_attention, "PASS_OVERHEAD_KEYS", pass_overhead_keys)
+    monkeypatch.setattr(attention_plan, "PASS_OVERHEAD_KEYS", pass_overhead_keys)
     scheduler = make_scheduler(folder)
     rng = random.Random(4)
     trunk, branch = ([rng.randrange(2, 300) for _ in range(200)] for _ in range(2))

@@ -142,13 +142,19 @@ def test_nonsense_is_refused_with_its_reason(body: Any, status: int, message: st
 def test_other_endpoints_refuse_nonsense_too(url: str):
     for path, body, status in (
         ("/pause_generation", {"mode": "later"}, 400),
+        ("/pause_generation", {"modes": "abort"}, 400),
         ("/abort_request", {}, 400),
+        ("/abort_request", {"rid": 5}, 400),
+        ("/release_memory_occupation", {"tags": ["weights"]}, 400),
         ("/update_weights_from_disk", {}, 400),
         ("/update_weights_from_disk", {"model_path": "x", "weight_version": 3}, 400),
         ("/nowhere", {}, 404),
         ("/v1/chat/completions", {"messages": []}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, 400),
+        ("/update_weights_from_disk", {"model_path": "x", "weights": 1}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": 1}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_token": 1}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}, 400),
     ):
         assert call(url, path, body)[0] == status, path

@@ -165,6 +165,7 @@ def test_an_episode_fills_in_seed_and_affinity_unless_the_workflow_did(server: F
     assert seeds == [call_seed(1003, 0), call_seed(1003, 1), 77]
     assert [r["rid"].split("/")[0] for r in server.requests] == ["group-1", "group-1", "mine"]
     assert (bound.num_generations, bound.num_output_tokens) == (3, 9)
+    assert bound.num_row_tokens == 9 + sum(len(r["input_ids"]) for r in server.requests[-3:])
 
 
 def test_a_finished_episode_gets_no_more_tokens(server: FakeServer) -> None:

@@ -18,14 +18,20 @@ import uvloop
 from aiohttp import web
 
 from areal_dta import metrics
-from areal_dta.config import load_run_config
+from areal_dta.config import Config, load_run_config
+from areal_dta.drafter.arms import DEFAULT_ARMS, Arm
+from areal_dta.drafter.ngram import NgramLimits
+from areal_dta.drafter.reporter import ServerReporter
+from areal_dta.drafter.tuner import TunerSettings
 from areal_dta.nn import DecoderConfig, UnsupportedModel, WeightsMismatch, load_decoder
 from areal_dta.records import LaunchPlan
 from areal_dta.rollout.server.api import ApiSettings, ServerApi
 from areal_dta.rollout.server.control_api import WHILE_RELEASED
 from areal_dta.rollout.server.engine import Engine
+from areal_dta.rollout.server.feature_recorder import RecorderSettings
 from areal_dta.rollout.server.sampling_fields import Limits
 from areal_dta.rollout.server.scheduler import SchedulerLimits
+from areal_dta.rollout.server.spec_control import SpecSettings
 from areal_dta.rollout.server.tokenizer import load_codec
 from areal_dta.weights import TornWeights, read_manifest, verify
 
@@ -52,12 +58,15 @@ class ServerSettings:
     threads: int = 1
     seed: int | None = None
     stop_timeout_s: float = 10.0
+    speculation: SpecSettings | None = None  # None: plain decoding only
+    coordinator: str | None = None  # of the drafter's training
 
 
 def settings_from_run(run_dir: Path, index: int) -> ServerSettings:
     """Settings of server ``index`` of a run: its address from launch.json, its sizes from config.yaml."""
     plan = LaunchPlan.read(run_dir / "launch.json")
     config = load_run_config(run_dir)
+    own = config.embedded
     if not 0 <= index < len(plan.servers):
         raise ValueError(f"--index {index} but {run_dir / 'launch.json'} names {len(plan.servers)} servers")
     address = urlsplit(plan.servers[index])
@@ -69,14 +78,38 @@ def settings_from_run(run_dir: Path, index: int) -> ServerSettings:
         host=address.hostname,
         port=address.port,
         dtype=config.actor.dtype,
-        limits=SchedulerLimits(config.embedded.max_batch, config.embedded.max_total_tokens),
+        limits=SchedulerLimits(own.max_batch, own.max_total_tokens, own.max_prefill_tokens),
         initial_version=f"{plan.epoch}:0",
-        api=ApiSettings(plan.api_key, config.rollout.request_timeout),
+        api=ApiSettings(
+            plan.api_key,
+            config.rollout.request_timeout,
+            max_waiting=own.max_waiting,
+            while_released=own.while_released,
+            reasoning=own.reasoning_parser != "none",
+        ),
         metrics_address=plan.metrics,
         report_interval_s=config.telemetry.interval_s,
-        threads=config.embedded.threads,
+        threads=own.threads,
         seed=config.seed * 1009 + index,
         stop_timeout_s=config.runtime.stop_timeout_s,
+        speculation=_run_speculation(config, run_dir, index),
+        coordinator=plan.coordinator,
+    )
+
+
+def _run_speculation(config: Config, run_dir: Path, index: int) -> SpecSettings | None:
+    tlt = config.tlt
+    if not tlt.enabled:
+        return None
+    return SpecSettings(
+        arms=tuple(Arm.parse(name) for name in tlt.arms) or DEFAULT_ARMS,
+        drafter=None if tlt.drafter is None else Path(tlt.drafter),
+        tuner=TunerSettings(max_regret=tlt.max_regret, max_batch=tlt.max_batch, seed=config.seed + index),
+        ngram=NgramLimits(max_tokens=tlt.ngram_tokens),
+        buffer=run_dir / "drafter" / f"buffer.{index}" if tlt.train else None,
+        buffer_bytes=tlt.buffer_bytes,
+        recorder=RecorderSettings(tlt.record_share, tlt.record_tokens),
+        eagle3=tlt.train and tlt.kind == "eagle3",
     )
 
 
@@ -107,11 +140,16 @@ def parse_args(argv: list[str] | None = None) -> ServerSettings:
         default="none",
         help="splits <think>...</think> off chat replies",
     )
+    parser.add_argument("--speculation", choices=["off", "auto"], default="off", help="auto: where it is faster")
+    parser.add_argument("--drafter", type=Path, help="folder of a trained drafter; without one: n-gram drafts")
+    parser.add_argument("--speculation-max-batch", type=int, help="never speculate on more sequences at once")
     args = parser.parse_args(argv)
     if (args.run is None) == (args.model is None):
         parser.error("give either --run RUN or --model PATH")
     if args.run is not None:
         return settings_from_run(args.run, args.index)
+    if args.speculation == "off" and (args.drafter is not None or args.speculation_max_batch is not None):
+        parser.error("--drafter and --speculation-max-batch need --speculation auto")
     for name in ("threads", "max_batch", "max_total_tokens", "max_prefill_tokens", "max_waiting", "max_body_bytes"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
@@ -132,6 +170,9 @@ def parse_args(argv: list[str] | None = None) -> ServerSettings:
         ),
         threads=args.threads,
         seed=args.seed,
+        speculation=SpecSettings(drafter=args.drafter, tuner=TunerSettings(max_batch=args.speculation_max_batch))
+        if args.speculation == "auto"
+        else None,
     )
 
 
@@ -153,6 +194,8 @@ def build(settings: ServerSettings, publisher: metrics.Publisher) -> tuple[Engin
         codec.decode_raw if codec else None,
         settings.report_interval_s,
         settings.threads,
+        settings.speculation,
+        None if settings.coordinator is None else ServerReporter(settings.coordinator, settings.name),
     )
     limits = Limits(engine.max_sequence_tokens, config.vocab_size, seed=settings.seed)
     return engine, ServerApi(engine, codec, limits, model, publisher, settings.api)
@@ -208,7 +251,14 @@ def main(argv: list[str] | None = None) -> int:
             code = runner.run(serve(settings, publisher))
         publisher.close()
         return code
-    except (OSError, ValueError, socket.gaierror, UnsupportedModel, WeightsMismatch, TornWeights) as error:
+    except (
+        OSError,
+        ValueError,
+        socket.gaierror,
+        UnsupportedModel,
+        WeightsMismatch,
+        TornWeights,
+    ) as error:
         log.error("cannot serve: %s", error)
         return 2
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from areal_dta.metrics import Publisher
 from areal_dta.rollout.server.chat_api import ChatApi
 from areal_dta.rollout.server.control_api import ControlApi
+from areal_dta.rollout.server.drafter_api import DrafterApi
 from areal_dta.rollout.server.engine import Engine
 from areal_dta.rollout.server.errors import ApiError
 from areal_dta.rollout.server.exposition import CONTENT_TYPE
@@ -85,6 +86,7 @@ class ServerApi:
         post("/generate", self.generate)
         control.add_routes(self.app.router)
         self._weights.add_routes(self.app.router)
+        DrafterApi(self._front, engine.speculation).add_routes(self.app.router)
 
     async def close(self) -> None:
         await self._weights.close()
@@ -167,6 +169,7 @@ class ServerApi:
                 "max_body_bytes": self._settings.max_body_bytes,
                 "family": config.family,
                 "internal_states": [self._engine.load()],
+                "speculation": None if self._engine.speculation is None else self._engine.speculation.snapshot(),
             }
         )
 
@@ -178,6 +181,7 @@ class ServerApi:
                 "tokenizer_path": path,
                 "is_generation": True,
                 "weight_version": self._engine.version,
+                "weights_digest": self._weights.digest,
                 "model_type": self._engine.config.family,
             }
         )

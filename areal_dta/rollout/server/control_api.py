@@ -12,7 +12,7 @@ from areal_dta.rollout.server.http import json_response, read_json
 
 __all__ = ["WHILE_RELEASED", "ControlApi"]
 
-WHILE_RELEASED = ("wait", "refuse")
+WHILE_RELEASED = ("wait", "refuse", "resume")
 
 
 class ControlApi:

@@ -16,11 +16,13 @@ from typing import TypeVar
 
 import torch
 
+from areal_dta.drafter.reporter import ServerReporter
 from areal_dta.metrics import Publisher
 from areal_dta.nn import DecoderConfig, DecoderWeights, load_decoder
 from areal_dta.nn.loading import decoder_from
 from areal_dta.rollout.server.scheduler import Scheduler, SchedulerLimits, StepStats
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, Progress, Sequence
+from areal_dta.rollout.server.spec_control import SpecControl, SpecSettings
 from areal_dta.rollout.server.ticket import EngineDead, MemoryReleased, Stream, Ticket
 from areal_dta.weights import folder_digest, read_manifest, verify
 
@@ -53,15 +55,19 @@ class Engine:
         decode_text: Callable[[list[int]], str] | None = None,
         report_interval_s: float = 1.0,
         threads: int = 1,
+        speculation: SpecSettings | None = None,
+        reporter: ServerReporter | None = None,
     ) -> None:
         self.config: DecoderConfig = weights.config
         self.dtype = weights.dtype
         self._device = weights.device
         self._scheduler = Scheduler(weights, version, limits, decode_text)
+        self._reporter = reporter  # tells the drafter's training whether there is work
+        self.speculation = None if speculation is None else SpecControl(self._scheduler, speculation)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
         self._streams: dict[Sequence, Stream] = {}
-        self._released: str | None = None  # "wait" or "refuse" while the KV memory is given back
+        self._released: str | None = None  # "wait", "refuse" or "resume" while the KV memory is given back
         self._tokens_per_s = 0.0
         self._live: dict[str, list[Sequence]] = {}  # by rid
         self._paused = False
@@ -98,7 +104,7 @@ class Engine:
 
     @property
     def released(self) -> str | None:
-        """What requests do while the KV memory is given back: "wait", "refuse"; None: it is there."""
+        """What requests do while the KV memory is given back: "wait", "refuse", "resume"; None: it is there."""
         return self._released
 
     @property
@@ -111,7 +117,7 @@ class Engine:
         return min(self.config.max_positions, self._scheduler.capacity_tokens)
 
     def load(self) -> dict[str, int | float]:
-        """Numbers for ``/get_server_info``; read without stopping the thread, so only approximately simultaneous."""
+        """Numbers for ``/get_server_info``; read while the thread runs, so only approximately simultaneous."""
         s = self._scheduler
         return {
             "num_running": len(s.running),
@@ -159,7 +165,11 @@ class Engine:
             self._live.setdefault(request.rid, []).append(seq)
             if put is not None:
                 self._streams[seq] = Stream(loop, put)
+            if self._released == "resume":
+                self._scheduler.resume_memory()
+                self._released = None
             self._scheduler.add(seq)
+            self._tell_load()
 
         self._post(add)
         return Ticket(future, seq)
@@ -232,7 +242,8 @@ class Engine:
         return s.abort(started, message, cause) + s.abort(unstarted, f"Abort before prefill: {message}", cause)
 
     def release_memory(self, meanwhile: str) -> Future[int | None]:
-        """Give the KV memory back; ``meanwhile`` requests "wait" or are refused. None: requests are running."""
+        """Give the KV memory back; ``meanwhile`` requests "wait", are refused ("refuse"), or the first one takes the
+        memory again ("resume"). None: requests are running."""
 
         def run() -> int | None:
             if self._scheduler.running or (self._scheduler.waiting and not self._paused and not self._released):
@@ -293,13 +304,15 @@ class Engine:
 
     def stop(self, timeout_s: float) -> None:
         """Answer what is under way with an error, end the thread; raises TimeoutError when it does not end in time."""
-        if not self._thread.is_alive():
-            return
-        self._stopping = True
-        self._inbox.put(lambda: None)
-        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"the model thread did not stop within {timeout_s} s")
+            self._stopping = True
+            self._inbox.put(lambda: None)
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the model thread did not stop within {timeout_s} s")
+        for part in (self.speculation, self._reporter):
+            if part is not None:
+                part.close()
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
@@ -311,6 +324,7 @@ class Engine:
                 if not self._halted and not self._stopping:
                     self._scheduler.step()
                     self._tell_streams()
+                    self._tell_load()
                 self._deliver()
                 now = time.monotonic()
                 if now - last_report >= self._report_interval_s:
@@ -338,6 +352,10 @@ class Engine:
     @property
     def _halted(self) -> bool:
         return self._paused or self._released is not None
+
+    def _tell_load(self) -> None:
+        if self._reporter is not None:
+            self._reporter.update(len(self._scheduler.running), len(self._scheduler.waiting))
 
     def _tell_streams(self) -> None:
         for seq, stream in self._streams.items():
@@ -367,6 +385,8 @@ class Engine:
         self._publisher.emit("server/generated_tokens", s.stats.generated_tokens)
         if s.stats.prompt_tokens:
             self._publisher.emit("server/cache_hit_share", s.stats.cached_tokens / s.stats.prompt_tokens)
+        if self.speculation is not None:
+            self.speculation.report(self._publisher)
 
 
 def _resolve(future: asyncio.Future[Completion], completion: Completion) -> None:

@@ -62,6 +62,13 @@ class GenerateBody:
             "e2e_latency": c.latency_s,
             "time_to_first_token": c.ttft_s,
         }
+        if c.num_draft_steps:
+            meta |= {
+                "spec_accept_length": 1 + c.num_accepted / c.num_draft_steps,
+                "spec_accept_rate": c.num_accepted / c.num_drafted,
+                "spec_verify_ct": c.num_draft_steps,
+                "spec_draft_token_num": c.num_drafted,
+            }
         if self.return_logprob:
             spell = token_text if self.return_text else None
             meta["input_token_logprobs"] = [[lp, token, _spell(token, spell)] for lp, token in c.input_logprobs]

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from areal_dta.drafter.draft_tree import ROOT, DraftTree
 from areal_dta.nn import DecoderWeights
 from areal_dta.rollout.server.kv_cache import CacheFull, KVCache
 from areal_dta.rollout.server.logits import draw_tokens
 from areal_dta.rollout.server.paged_attention import SharedPrefix, Span, find_shared
 from areal_dta.rollout.server.runner import ModelRunner
-from areal_dta.rollout.server.sequence import FinishReason, Sequence
+from areal_dta.rollout.server.sequence import FinishReason, Sequence, Step, TokenLogprobs
+from areal_dta.rollout.server.speculation import Speculator, kv_moves, tree_span
 
 __all__ = ["Scheduler", "SchedulerLimits", "StepStats"]
 
@@ -62,6 +64,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.stats = StepStats()
+        self.speculator: Speculator | None = None
         self._decode_text = decode_text
         self._shared: tuple[list[Sequence], list[SharedPrefix]] = ([], [])
 
@@ -87,7 +90,7 @@ class Scheduler:
             else:
                 self.waiting.remove(seq)
             self.stats.aborted[cause] += 1
-            seq.finish(FinishReason("abort", message=message), self.version)
+            self._finish(seq, FinishReason("abort", message=message))
         return len(chosen)
 
     def retract_all(self) -> int:
@@ -113,6 +116,20 @@ class Scheduler:
             self.cache.reset_tree()
         self.runner.weights = weights
         self.version = version
+        if self.speculator is not None:
+            self.speculator.new_target(weights, version)
+
+    def rebuild(self, extra_layers: Iterable[tuple[int, int]], hidden_layers: Iterable[int]) -> None:
+        """Make room for a drafter's KV and take its features from now on; running sequences are computed again."""
+        self.retract_all()
+        self.cache.reset_tree()
+        runner = self.runner
+        had_memory = runner.kv.release() > 0
+        self.runner = ModelRunner(
+            runner.weights, runner.num_pages, runner.page_size, tuple(extra_layers), tuple(hidden_layers)
+        )
+        if not had_memory:
+            self.runner.kv.release()
 
     def release_memory(self) -> int:
         """Give the KV tensors back to the system, with every cached prefix; returns the bytes. Nothing may run."""
@@ -131,25 +148,59 @@ class Scheduler:
         work = self._plan_step()
         if not work:
             return 0
-        spans = [Span(seq.table, seq.num_computed, seq.scheduled_end) for seq in work]
-        ids = [t for seq, s in zip(work, spans, strict=True) for t in seq.tokens[s.start : s.end]]
-        hidden_TD = self.runner.forward(spans, ids, self._shared_prefixes(work, spans))
-        last_rows, ready, row = [], [], 0
+        decoding = self.speculator is not None and all(seq.num_remaining == 1 for seq in work)
+        trees = self.speculator.draft(work) if decoding and self.speculator else {}
+        spans = [tree_span(seq, trees.get(seq)) for seq in work]
+        ids = [t for seq, s in zip(work, spans, strict=True) for t in _span_ids(seq, s, trees.get(seq))]
+        hidden_TD, features_TF = self.runner.forward_features(spans, ids, self._shared_prefixes(work, spans))
+        rows: list[int] = []  # of hidden_TD, whose logits are needed
+        first: dict[Sequence, int] = {}  # ready sequences and which of `rows` is their first
+        steps: list[Step] = []
+        row = 0
         for seq, span in zip(work, spans, strict=True):
-            self._score(seq, span, hidden_TD[row : row + span.end - span.start])
-            row += span.end - span.start
-            seq.num_computed = span.end
-            if span.end == len(seq.tokens):
-                last_rows.append(row - 1)
-                ready.append(seq)
-        if ready:
-            self._sample(ready, self.runner.logits(hidden_TD, last_rows))
+            size = span.end - span.start
+            self._score(seq, span, hidden_TD[row : row + size])
+            tree = trees.get(seq)
+            seq.num_computed = span.end if tree is None else span.start + 1
+            steps.append(Step(seq, span.start, list(range(row, row + seq.num_computed - span.start))))
+            if seq.num_computed == len(seq.tokens):
+                first[seq] = len(rows)
+                rows.extend(range(row + seq.num_computed - span.start - 1, row + size))
+            row += size
+        drawn = 0
+        accepted: dict[Sequence, list[int]] = {}
+        finished: list[tuple[Sequence, FinishReason]] = []
+        if first:
+            drawn = self._draw(first, self.runner.logits(hidden_TD, rows), trees, accepted, finished)
+        if trees:
+            self._keep_accepted(steps, accepted)
+        if self.speculator is not None:
+            self.speculator.observe(steps, features_TF)
+            if decoding:
+                self.speculator.end_step(work, trees, accepted, drawn)
+        for seq, reason in finished:
+            self.running.remove(seq)
+            self._release(seq)
+            self._finish(seq, reason)
         self.stats.steps += 1
-        return len(ready)
+        return drawn
+
+    def _keep_accepted(self, steps: list[Step], accepted: dict[Sequence, list[int]]) -> None:
+        """The accepted nodes of the trees become computed tokens, their KV contiguous."""
+        moves: list[tuple[int, int]] = []
+        for step in steps:
+            nodes = accepted.get(step.seq)
+            if nodes:
+                moves += kv_moves(step.seq, step.start, nodes, self.limits.page_size)
+                step.seq.num_computed += len(nodes)
+                step.rows.extend(step.rows[0] + 1 + node for node in nodes)
+        if moves:
+            sources, targets = torch.tensor(moves, device=self.runner.weights.device).unbind(1)
+            self.runner.kv.move(sources, targets)
 
     def _shared_prefixes(self, work: list[Sequence], spans: list[Span]) -> list[SharedPrefix]:
         """While the same sequences decode, what they share stays as it was found."""
-        if all(s.end - s.start == 1 for s in spans):
+        if all(len(seq.tokens) - s.start == 1 for seq, s in zip(work, spans, strict=True)):
             if self._shared[0] != work:
                 self._shared = (work, find_shared(spans, self.limits.page_size))
             return self._shared[1]
@@ -241,14 +292,16 @@ class Scheduler:
 
     def _retract(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self._release(seq)
+        self._release(seq, finished=False)
         if not seq.scored:
             seq.input_logprobs.clear()
             seq.input_top.clear()
         self.waiting.appendleft(seq)
         self.stats.retractions += 1
 
-    def _release(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence, finished: bool = True) -> None:
+        if self.speculator is not None:
+            self.speculator.release(seq, finished)
         self.cache.store(seq.tokens, seq.path, seq.own_pages, 0 if seq.mixed else seq.num_computed)
         seq.mixed = False
         seq.path, seq.own_pages, seq.table, seq.num_computed, seq.scheduled_end = [], [], [], 0, 0
@@ -266,22 +319,49 @@ class Scheduler:
             seq.input_top.extend(tops)
         seq.scored = span.end >= seq.prompt_len
 
-    def _sample(self, ready: list[Sequence], logits_RV: torch.Tensor) -> None:
-        for seq, entry in zip(ready, draw_tokens(ready, logits_RV), strict=True):
-            reason: FinishReason | None
-            if seq.request.sampling.max_new_tokens == 0:  # scoring only
-                reason = FinishReason("length")
-            elif entry is None:
-                self.stats.aborted["stuck"] += 1
-                reason = FinishReason("abort", message="No token of the vocabulary continues the forced tool call")
-            else:
-                seq.append(entry, self.version)
-                self.stats.generated_tokens += 1
-                reason = self._finish_reason(seq, entry.token)
-            if reason is not None:
-                self.running.remove(seq)
-                self._release(seq)
-                seq.finish(reason, self.version)
+    def _draw(
+        self,
+        first: dict[Sequence, int],
+        logits_RV: torch.Tensor,
+        trees: dict[Sequence, DraftTree],
+        accepted: dict[Sequence, list[int]],
+        finished: list[tuple[Sequence, FinishReason]],
+    ) -> int:
+        """Draw the next token of every sequence, and go on below it as long as it had been drafted."""
+        live, node, drawn = list(first), dict.fromkeys(first, ROOT), 0
+        while live:
+            rows = [first[seq] + 1 + node[seq] for seq in live]
+            # A copy: drawing overwrites its logits.
+            chosen_RV = logits_RV if not trees else logits_RV[torch.tensor(rows, device=logits_RV.device)]
+            going: list[Sequence] = []
+            for seq, entry in zip(live, draw_tokens(live, chosen_RV), strict=True):
+                reason, added = self._take(seq, entry)
+                drawn += added
+                if reason is not None:
+                    finished.append((seq, reason))
+                child = trees[seq].child(node[seq], entry.token) if entry is not None and seq in trees else None
+                if child is not None and reason is None:
+                    node[seq] = child
+                    accepted.setdefault(seq, []).append(child)
+                    going.append(seq)
+            live = going
+        return drawn
+
+    def _take(self, seq: Sequence, entry: TokenLogprobs | None) -> tuple[FinishReason | None, int]:
+        """Append a drawn token; why the sequence ends with it, if it does, and how many tokens were added."""
+        if seq.request.sampling.max_new_tokens == 0:  # scoring only
+            return FinishReason("length"), 0
+        if entry is None:
+            self.stats.aborted["stuck"] += 1
+            return FinishReason("abort", message="No token of the vocabulary continues the forced tool call"), 0
+        seq.append(entry, self.version)
+        self.stats.generated_tokens += 1
+        return self._finish_reason(seq, entry.token), 1
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        if self.speculator is not None:
+            self.speculator.finish(seq)
+        seq.finish(reason, self.version)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         if token in seq.stop_ids and seq.num_output > seq.request.sampling.min_new_tokens:
@@ -299,3 +379,7 @@ class Scheduler:
         if len(seq.tokens) >= seq.max_tokens or seq.num_output >= seq.request.sampling.max_new_tokens:
             return FinishReason("length")
         return None
+
+
+def _span_ids(seq: Sequence, span: Span, tree: DraftTree | None) -> Iterable[int]:
+    return seq.tokens[span.start : span.end] if tree is None else (seq.tokens[span.start], *tree.tokens)

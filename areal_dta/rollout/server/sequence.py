@@ -19,6 +19,7 @@ __all__ = [
     "Progress",
     "SamplingParams",
     "Sequence",
+    "Step",
     "TokenLogprobs",
     "VersionSpan",
 ]
@@ -141,6 +142,9 @@ class Completion:
     weight_version: str
     latency_s: float
     ttft_s: float | None
+    num_draft_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0  # drafted tokens that became output
 
     @property
     def output_ids(self) -> tuple[int, ...]:
@@ -182,6 +186,9 @@ class Sequence:
     cached_tokens: int = 0
     scored: bool = False  # prompt log-probs complete
     counts: dict[int, int] = field(default_factory=dict)  # of output tokens, for the penalties
+    num_draft_steps: int = 0  # steps in which something was drafted for it
+    num_drafted: int = 0
+    num_accepted: int = 0
     mixed: bool = False  # part of its KV is of an older weight version: never shared with others
     arrived: float = field(default_factory=time.monotonic)
     first_token: float | None = None
@@ -262,4 +269,16 @@ class Sequence:
             weight_version=weight_version,
             latency_s=time.monotonic() - self.arrived,
             ttft_s=None if self.first_token is None else self.first_token - self.arrived,
+            num_draft_steps=self.num_draft_steps,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
         )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward pass computed of one sequence: the positions from ``start`` on, in its rows ``rows``."""
+
+    seq: Sequence
+    start: int
+    rows: list[int]

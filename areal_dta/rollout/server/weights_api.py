@@ -19,7 +19,7 @@ from areal_dta.rollout.server.fields import check_fields, integer, number, typed
 from areal_dta.rollout.server.front import Front
 from areal_dta.rollout.server.http import json_response, read_json
 from areal_dta.rollout.server.weight_group import DTYPES, GroupSpec, Staging, TensorSpec, UpdateRefused, WeightGroup
-from areal_dta.weights import TornWeights
+from areal_dta.weights import TornWeights, folder_digest, read_manifest
 
 __all__ = ["WeightsApi"]
 
@@ -46,6 +46,8 @@ class WeightsApi:
 
     def __init__(self, front: Front, model_path: Path, publisher: Publisher) -> None:
         self.model_path = model_path
+        manifest = read_manifest(model_path)  # verified when the model was loaded
+        self.digest = manifest.digest if manifest else None  # of the folder that serves; None: unknown, or no folder
         self._front = front
         self._engine = front.engine
         self._publisher = publisher
@@ -86,10 +88,11 @@ class WeightsApi:
             try:
                 with self._publisher.span("time/server_update"):
                     update = await asyncio.to_thread(self._engine.read_update, folder, version)
+                    digest = await asyncio.to_thread(_digest, folder)
                     count = await self._swap(update, running)
             except REFUSALS as error:
                 return self._refused(f"weights {path}", error)
-        self.model_path = folder
+            self.model_path, self.digest = folder, digest
         return _done("Weights updated.", update.version, count)
 
     async def init_group(self, request: web.Request) -> web.Response:
@@ -191,6 +194,7 @@ class WeightsApi:
                 version = await asyncio.to_thread(staging.version_or_digest)
                 update = await asyncio.to_thread(self._engine.make_update, staging.tensors, version)
                 count = await self._swap(update, running)
+                self.digest = None
         except REFUSALS as error:
             return self._refused("weights over the group", error)
         finally:
@@ -232,6 +236,12 @@ class WeightsApi:
 
 def _done(message: str, version: str, count: int) -> web.Response:
     return json_response({"success": True, "message": message, "num_paused_requests": count, "weight_version": version})
+
+
+def _digest(folder: Path) -> str:
+    """Of a folder that has just been read and, with a manifest, verified."""
+    manifest = read_manifest(folder)
+    return manifest.digest if manifest else folder_digest(folder)
 
 
 def _version(body: Mapping[str, Any]) -> str | None:

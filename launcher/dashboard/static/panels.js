@@ -119,7 +119,7 @@
         const ranks = [...new Set(store.steps.flatMap((s) => Object.keys(s.loads)))].sort((a, b) => rankOf(a) - rankOf(b));
         return overSteps(store, ranks.map((rank, k) => ({
           label: `rank ${rankOf(rank)}`, color: RANKS[k % RANKS.length], kind: "bar", values: store.steps.map((s) => s.loads[rank] ?? null),
-        })), { yLabel: { flops: "cost (FLOP)", tree_tokens: "cost (tokens)" }[store.run.cost_unit] || "cost", bars: "grouped", note: (s) => [["heaviest / mean", ratio(imbalance(s.loads))]] });
+        })), { yLabel: { flops: "cost (FLOP)", tree_tokens: "cost (tokens)", time: "cost (s)" }[store.run.cost_unit] || "cost", bars: "grouped", note: (s) => [["heaviest / mean", ratio(imbalance(s.loads))]] });
       },
     },
     {

@@ -1,0 +1,44 @@
+"""What the `tlt` section must satisfy beyond its types."""
+
+from __future__ import annotations
+
+import re
+
+from areal_dta.config_schema import PPOConfig, TltConfig
+from areal_dta.config_schema_alloc import Allocation
+from areal_dta.config_schema_check import ConfigError
+
+__all__ = ["check_tlt"]
+
+_ARM = re.compile(r"off|(ngram|eagle)-d(\d+)-k(\d+)-v(\d+)")
+
+
+def check_tlt(config: PPOConfig, alloc: Allocation) -> None:
+    """Raises ConfigError naming the key: settings without effect, or that no server could follow."""
+    tlt = config.tlt
+    if alloc.backend != "embedded":
+        changed = [key for key in vars(tlt) if getattr(tlt, key) != getattr(TltConfig(), key) and key != "enabled"]
+        if changed:
+            raise ConfigError(
+                f"tlt.{changed[0]} has no effect with rollout.backend={config.rollout.backend}; SGLang's speculation "
+                "is set by sglang.speculative_* flags"
+            )
+        return
+    for arm in tlt.arms:
+        match = _ARM.fullmatch(arm)
+        if match is None:
+            raise ConfigError(f"tlt.arms: {arm!r} is not off or DRAFTER-dDEPTH-kTOPK-vVERIFY, as eagle-d4-k2-v7")
+        if match[1] and not 1 <= int(match[2]) <= int(match[4]):
+            raise ConfigError(f"tlt.arms: {arm!r} drafts {match[2]} deep but verifies {match[4]}; it needs d <= v")
+    if not 0 <= tlt.max_regret < 1:
+        raise ConfigError(f"tlt.max_regret={tlt.max_regret} must lie in [0, 1)")
+    if not 0 <= tlt.record_share <= 1:
+        raise ConfigError(f"tlt.record_share={tlt.record_share} must lie in [0, 1]")
+    if tlt.train and not tlt.enabled:
+        raise ConfigError("tlt.train=true with tlt.enabled=false: nobody would use the drafter; set one of them")
+    if tlt.train and tlt.min_idle_servers > alloc.dp:
+        raise ConfigError(
+            f"tlt.min_idle_servers={tlt.min_idle_servers} of {alloc.dp} servers can never be idle; lower it"
+        )
+    if tlt.cores and len(tlt.cores) != alloc.dp:
+        raise ConfigError(f"tlt.cores={list(tlt.cores)} must name one core for each of {alloc.dp} servers, or be empty")

@@ -1,0 +1,115 @@
+"""Put a newly trained drafter before the rollout servers: a sealed folder, then a request to each of them.
+
+Runs on a thread of its own, so that training goes on. A server that refuses or is away keeps the drafter it has; that
+is reported and nothing more.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from areal_dta.drafter.coordinator import post_json
+from areal_dta.drafter.eagle import EagleWeights
+from areal_dta.drafter.eagle_files import write_drafter
+from areal_dta.metrics import Publisher
+from areal_dta.weights import TornWeights, VersionManifest, verify
+
+__all__ = ["DrafterPublisher", "newest_drafter"]
+
+log = logging.getLogger(__name__)
+PREFIX = "drafter_"
+
+
+class DrafterPublisher:
+    """Writes ``drafter_<step>`` folders to ``root`` and keeps the newest ``keep``; ``servers``: name to URL."""
+
+    def __init__(
+        self,
+        root: Path,
+        servers: Mapping[str, str],
+        metrics: Publisher,
+        api_key: str | None = None,
+        timeout_s: float = 10.0,
+        keep: int = 3,
+    ) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self.root, self._servers, self._metrics = root, dict(servers), metrics
+        self._api_key, self._timeout_s, self._keep = api_key, timeout_s, keep
+        self._thread: threading.Thread | None = None
+        self.answers: dict[str, str] = {}  # server -> "ok" or why not, of the last publication
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, weights: EagleWeights, step: int) -> bool:
+        """Publish ``weights`` (a copy) in the background; False: the publication before is not over."""
+        if self.busy:
+            return False
+        self._thread = threading.Thread(target=self._run, args=(weights, step), name="drafter-publish", daemon=True)
+        self._thread.start()
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the publication under way; raises TimeoutError."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the drafter was not published within {timeout_s:g} s")
+
+    def _run(self, weights: EagleWeights, step: int) -> None:
+        folder = self.root / f"{PREFIX}{step:09d}"
+        try:
+            manifest = write_drafter(folder, weights, f"d{step}")
+        except OSError as error:
+            log.warning("drafter of step %d could not be written: %s", step, error)
+            self._metrics.event("drafter/publish_failed", str(error), step=step)
+            return
+        self.announce(folder, manifest)
+        for old in drafter_folders(self.root)[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def announce(self, folder: Path, manifest: VersionManifest) -> None:
+        """Tell every server about ``folder``, all at once; each has ``timeout_s``. Refusals are reported."""
+        start_s = time.monotonic()
+        body = {"model_path": str(folder), "drafter_version": manifest.weight_version, "digest": manifest.digest}
+
+        def tell(url: str) -> str:
+            try:
+                post_json(f"{url.rstrip('/')}/update_drafter_from_disk", body, self._api_key, self._timeout_s)
+            except (OSError, ValueError) as error:
+                return str(error)
+            return "ok"
+
+        with ThreadPoolExecutor(max(1, len(self._servers))) as pool:
+            answers = dict(zip(self._servers, pool.map(tell, self._servers.values()), strict=True))
+        self.answers = answers
+        for server, answer in answers.items():
+            if answer != "ok":
+                log.warning("%s keeps its drafter: %s", server, answer)
+                self._metrics.event("drafter/refused", answer, server=server, version=manifest.weight_version)
+        accepted = [s for s, answer in answers.items() if answer == "ok"]
+        self._metrics.event("drafter/published", ",".join(accepted), version=manifest.weight_version)
+        self._metrics.emit("drafter/publish_s", time.monotonic() - start_s, version=manifest.weight_version)
+
+
+def drafter_folders(root: Path) -> list[Path]:
+    return sorted(p for p in root.glob(f"{PREFIX}*") if p.is_dir())
+
+
+def newest_drafter(root: Path) -> Path | None:
+    """The newest published folder that is whole; torn ones are passed over with a warning."""
+    for folder in reversed(drafter_folders(root)):
+        try:
+            verify(folder)
+        except (TornWeights, OSError) as error:
+            log.warning("%s is not used: %s", folder, error)
+            continue
+        return folder
+    return None

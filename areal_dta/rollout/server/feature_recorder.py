@@ -1,0 +1,114 @@
+"""Keeps what the target computed for a share of the sequences, as training data for its drafter.
+
+Legend of shape suffixes: T rows of a forward pass, F features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from areal_dta.drafter.buffer import BufferWriter
+from areal_dta.drafter.buffer_files import Sample
+from areal_dta.rollout.server.sequence import Sequence as Request
+from areal_dta.rollout.server.sequence import Step
+
+__all__ = ["FeatureRecorder", "RecorderSettings"]
+
+
+@dataclass(frozen=True)
+class RecorderSettings:
+    """``share`` of the sequences, chosen by their seeds, is recorded, in pieces of at most ``max_tokens``."""
+
+    share: float = 1.0
+    max_tokens: int = 4096
+    min_response_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1 or self.max_tokens < 16:
+            raise ValueError(f"share={self.share} must lie in [0, 1], max_tokens={self.max_tokens} be at least 16")
+
+
+@dataclass
+class _Record:
+    """Consecutive positions from ``start`` on, all computed by one policy version."""
+
+    start: int
+    rows: list[torch.Tensor] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class FeatureRecorder:
+    """On the model thread; the writer's own thread does the writing. Features are kept as float16 on the host."""
+
+    def __init__(self, writer: BufferWriter, settings: RecorderSettings, version: str) -> None:
+        self.writer = writer
+        self._settings = settings
+        self._version = version
+        self._records: dict[Request, _Record] = {}
+        self._num_updates = 0
+
+    def new_target(self, version: str) -> None:
+        """Features of one sample are of one version: what is under way is written as far as it got."""
+        for seq in list(self._records):
+            self._write(seq, finished=False)
+        self._records.clear()
+        self._version = version
+        self._num_updates += 1
+
+    def observe(self, steps: Sequence[Step], features_TF: torch.Tensor) -> None:
+        for step in steps:
+            seq = step.seq
+            if not self._chosen(seq):
+                continue
+            record = self._records.get(seq)
+            if record is None:
+                record = self._records[seq] = _Record(step.start)
+            # A copy: a view would keep the whole step's features alive.
+            record.rows.append(features_TF[step.rows].to("cpu", torch.float16))
+            record.num_tokens += len(step.rows)
+            if record.num_tokens >= self._settings.max_tokens:
+                self._write(seq, finished=False)
+                del self._records[seq]
+
+    def release(self, seq: Request, finished: bool) -> None:
+        """``seq`` is answered, or computed again from its start later (then nothing of it is kept)."""
+        if finished:
+            self._write(seq, finished=True)
+        self._records.pop(seq, None)
+
+    def _chosen(self, seq: Request) -> bool:
+        return (seq.request.seed * 0x9E3779B97F4A7C15 >> 11 & 0xFFFFF) < self._settings.share * 0x100000
+
+    def _write(self, seq: Request, finished: bool) -> None:
+        record = self._records.get(seq)
+        if record is None:
+            return
+        # A prefill chunk may overshoot the limit: the latest tokens are kept.
+        record.start += max(0, record.num_tokens - self._settings.max_tokens)
+        record.num_tokens = min(record.num_tokens, self._settings.max_tokens)
+        end = record.start + record.num_tokens
+        first = max(seq.prompt_len - 1, record.start)  # the position that predicts the first output token
+        if end - first < self._settings.min_response_tokens:
+            return
+        self.writer.append(
+            Sample(
+                ids_T=torch.tensor(seq.tokens[record.start : end], dtype=torch.int32),
+                features_TF=torch.cat(record.rows)[-self._settings.max_tokens :],
+                loss_start=first - record.start,
+                loss_end=record.num_tokens,
+                policy_version=self._version,
+                prompt_tokens=seq.prompt_len,
+                response_tokens=seq.num_output,
+                finished=finished,
+                step=self._step(),
+            )
+        )
+
+    def _step(self) -> int:
+        """A run names its versions EPOCH:NUMBER; elsewhere updates are counted."""
+        match = re.fullmatch(r".*:(\d+)", self._version)
+        return int(match[1]) if match else self._num_updates

@@ -1,0 +1,218 @@
+"""Speculative decoding on the paged cache: which trees are drafted, what of them is kept, what is learnt from it.
+
+The walk that draws the tokens is the scheduler's own sampling, node after node, so whatever a drafter proposes, the
+tokens and log-probs are those of plain decoding (DESIGN: verification by position-keyed noise).
+
+Legend of shape suffixes: T rows of the forward pass, F features.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from areal_dta.drafter.arms import OFF, Arm
+from areal_dta.drafter.draft_tree import EMPTY, DraftTree
+from areal_dta.drafter.ngram import NgramIndex
+from areal_dta.drafter.tuner import Tuner
+from areal_dta.nn import DecoderWeights
+from areal_dta.rollout.server.feature_recorder import FeatureRecorder
+from areal_dta.rollout.server.kv_cache import CacheFull, KVCache
+from areal_dta.rollout.server.paged_attention import Span
+from areal_dta.rollout.server.sequence import Sequence as Request
+from areal_dta.rollout.server.sequence import Step
+
+__all__ = ["FeatureDrafter", "SpecStats", "Speculator", "kv_moves", "tree_span"]
+
+log = logging.getLogger(__name__)
+Trees = dict[Request, DraftTree]
+
+
+class FeatureDrafter(Protocol):
+    """A drafter that reads the target's hidden states."""
+
+    def slots_needed(self, arm: Arm) -> int:
+        """KV slots behind the pending token that drafting with ``arm`` writes to."""
+
+    def observe(self, steps: Sequence[Step], features_TF: torch.Tensor) -> None:
+        """Features of computed positions, pages and tables as they are after the step."""
+
+    def draft(self, seqs: Sequence[Request], arm: Arm) -> list[DraftTree]:
+        """One tree per sequence, all in their pages."""
+
+    def forget(self, seq: Request) -> None:
+        """``seq`` gives its pages back."""
+
+    def follow(self, target: DecoderWeights) -> None:
+        """The target's weights were replaced."""
+
+
+@dataclass
+class SpecStats:
+    """Cumulative counters. A draft step is one in which something was drafted for at least one sequence."""
+
+    steps_by_arm: Counter[str] = field(default_factory=Counter)
+    seconds_by_arm: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tokens_by_arm: Counter[str] = field(default_factory=Counter)
+    sequence_steps: int = 0  # sequences with a draft, summed over draft steps
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    starved: int = 0  # sequences that went without a draft for want of KV pages
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per sequence and draft step, the target's own one included."""
+        return 1.0 + self.accepted_tokens / self.sequence_steps if self.sequence_steps else 1.0
+
+
+class Speculator:
+    """Chooses an arm per decoding step, drafts, and reports what came of it to the tuner."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        tuner: Tuner,
+        ngram: NgramIndex | None,
+        drafter: FeatureDrafter | None = None,
+        recorder: FeatureRecorder | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.stats = SpecStats()
+        self.tuner = tuner
+        self._cache = cache
+        self._ngram = ngram
+        self.drafter = drafter
+        self.recorder = recorder
+        self._clock = clock
+        self._known: dict[Request, int] = {}  # tokens of a sequence that the n-gram index has seen
+        self._ids: dict[Request, str] = {}
+        self._next_id = 0
+        self._arm = OFF
+        self._context = 0
+        self._started = self._drafted = 0.0
+
+    def draft(self, work: Sequence[Request]) -> Trees:
+        """Start a decoding step: a tree for every sequence that gets one; their page tables have room for it."""
+        self._started = self._drafted = self._clock()
+        self._context = sum(len(seq.tokens) for seq in work) // len(work)
+        self._arm = arm = self.tuner.choose(len(work), self._context)
+        if arm == OFF:
+            return {}
+        drafter = self.drafter if arm.drafter == "eagle" else None
+        slots = arm.num_verify if drafter is None else max(arm.num_verify, drafter.slots_needed(arm))
+        ready = [seq for seq in work if _room(seq) > 0 and self._reserve(seq, slots)]
+        if not ready:
+            return {}
+        if drafter is not None:
+            trees = drafter.draft(ready, arm)
+        else:
+            trees = [self._lookup(seq, arm) for seq in ready]
+        found = {seq: tree.trimmed(_room(seq)) for seq, tree in zip(ready, trees, strict=True)}
+        self._drafted = self._clock()
+        return {seq: tree for seq, tree in found.items() if len(tree)}
+
+    def _reserve(self, seq: Request, slots: int) -> bool:
+        """Pages for ``slots`` tokens after the pending one; drafts never push another sequence out."""
+        size = self._cache.page_size
+        missing = -(-(len(seq.tokens) + slots) // size) - len(seq.table)
+        if missing > 0:
+            try:
+                pages = self._cache.allocate(missing)
+            except CacheFull:
+                self.stats.starved += 1
+                return False
+            seq.own_pages.extend(pages)
+            seq.table.extend(pages)
+        return True
+
+    def _lookup(self, seq: Request, arm: Arm) -> DraftTree:
+        if self._ngram is None:
+            return EMPTY
+        if seq not in self._ids:
+            self._ids[seq] = str(self._next_id)
+            self._next_id += 1
+            self._ngram.open(self._ids[seq], seq.tokens)
+        elif self._known[seq] < len(seq.tokens):
+            self._ngram.extend(self._ids[seq], seq.tokens[self._known[seq] :])
+        self._known[seq] = len(seq.tokens)
+        return self._ngram.propose(self._ids[seq], arm.depth, arm.num_verify)
+
+    def observe(self, steps: Sequence[Step], features_TF: torch.Tensor) -> None:
+        """What a forward pass has computed, after the accepted KV was moved to its place."""
+        if self.drafter is not None:
+            self.drafter.observe(steps, features_TF)
+        if self.recorder is not None:
+            self.recorder.observe(steps, features_TF)
+
+    def end_step(self, work: Sequence[Request], trees: Trees, accepted: dict[Request, list[int]], drawn: int) -> None:
+        """A decoding step is over: ``drawn`` tokens, of which ``accepted`` were drafted."""
+        seconds = self._clock() - self._started
+        by_depth = [0] * self._arm.depth
+        for seq, tree in trees.items():
+            num_accepted = len(accepted.get(seq, ()))
+            for depth in range(num_accepted):
+                by_depth[depth] += 1
+            seq.num_draft_steps += 1
+            seq.num_drafted += len(tree)
+            seq.num_accepted += num_accepted
+            self.stats.drafted_tokens += len(tree)
+            self.stats.accepted_tokens += num_accepted
+        self.stats.sequence_steps += len(trees)
+        self.stats.steps_by_arm[self._arm.name] += 1
+        self.stats.seconds_by_arm[self._arm.name] += seconds
+        self.stats.tokens_by_arm[self._arm.name] += drawn
+        rows = len(work) + sum(len(tree) for tree in trees.values())
+        drafting_s = self._drafted - self._started
+        self.tuner.record(self._arm, len(work), self._context, drawn, seconds, by_depth, drafting_s, rows)
+
+    def new_target(self, weights: DecoderWeights, version: str) -> None:
+        """The target was updated: what was learnt of acceptance is aged, copied head rows are copied again."""
+        self.tuner.new_version()
+        if self.drafter is not None:
+            self.drafter.follow(weights)
+        if self.recorder is not None:
+            self.recorder.new_target(version)
+
+    def release(self, seq: Request, finished: bool) -> None:
+        """``seq`` gives its pages back: answered if ``finished``, else to be computed again."""
+        if self.drafter is not None:
+            self.drafter.forget(seq)
+        if self.recorder is not None:
+            self.recorder.release(seq, finished)
+
+    def finish(self, seq: Request) -> None:
+        """``seq`` is answered; what it said helps its siblings."""
+        self._known.pop(seq, None)
+        number = self._ids.pop(seq, None)
+        if number is not None and self._ngram is not None:
+            self._ngram.close(number)
+
+
+def _room(seq: Request) -> int:
+    """Drafted tokens that could still be accepted before the sequence has its last token."""
+    left = min(seq.max_tokens - len(seq.tokens), seq.request.sampling.max_new_tokens - seq.num_output)
+    return left - 1
+
+
+def tree_span(seq: Request, tree: DraftTree | None) -> Span:
+    """The new tokens of a step: those scheduled, and below the pending one its tree."""
+    if tree is None:
+        return Span(seq.table, seq.num_computed, seq.scheduled_end)
+    start = seq.num_computed
+    depths = (start, *(start + depth for depth in tree.depths))
+    return Span(seq.table, start, start + 1 + len(tree), context=start, visible=tree.visible(), depths=depths)
+
+
+def kv_moves(seq: Request, start: int, accepted: Sequence[int], page_size: int) -> list[tuple[int, int]]:
+    """(source, target) slots that make the accepted path contiguous behind the pending token at ``start``."""
+
+    def slot(position: int) -> int:
+        return seq.table[position // page_size] * page_size + position % page_size
+
+    return [(slot(start + 1 + node), slot(start + 1 + i)) for i, node in enumerate(accepted) if node != i]

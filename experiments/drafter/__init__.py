@@ -1,0 +1,1 @@
+"""A drafter for a local model, trained on the model's own answers to tau2 prompts."""

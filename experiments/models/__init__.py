@@ -1,0 +1,1 @@
+"""Helpers that turn models from elsewhere into local Hugging Face folders."""
