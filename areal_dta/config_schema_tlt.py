@@ -29,16 +29,24 @@ def check_tlt(config: PPOConfig, alloc: Allocation) -> None:
         if match is None:
             raise ConfigError(f"tlt.arms: {arm!r} is not off or DRAFTER-dDEPTH-kTOPK-vVERIFY, as eagle-d4-k2-v7")
         if match[1] and not 1 <= int(match[2]) <= int(match[4]):
-            raise ConfigError(f"tlt.arms: {arm!r} drafts {match[2]} deep but verifies {match[4]}; it needs d <= v")
+            raise ConfigError(f"tlt.arms: {arm!r} drafts {match[2]} deep but verifies {match[4]}; it needs 1 <= d <= v")
+        if match[1] and int(match[3]) < 1:
+            raise ConfigError(f"tlt.arms: {arm!r} expands no node; it needs k >= 1")
     if not 0 <= tlt.max_regret < 1:
         raise ConfigError(f"tlt.max_regret={tlt.max_regret} must lie in [0, 1)")
     if not 0 <= tlt.record_share <= 1:
         raise ConfigError(f"tlt.record_share={tlt.record_share} must lie in [0, 1]")
+    if tlt.learning_rate <= 0:
+        raise ConfigError(f"tlt.learning_rate={tlt.learning_rate} must be positive")
+    if tlt.idle_s < 0:
+        raise ConfigError(f"tlt.idle_s={tlt.idle_s} must not be negative; 0 trains in every idle moment")
     if tlt.train and not tlt.enabled:
         raise ConfigError("tlt.train=true with tlt.enabled=false: nobody would use the drafter; set one of them")
     if tlt.train and tlt.min_idle_servers > alloc.dp:
         raise ConfigError(
             f"tlt.min_idle_servers={tlt.min_idle_servers} of {alloc.dp} servers can never be idle; lower it"
         )
+    if any(core < 0 for core in tlt.cores):
+        raise ConfigError(f"tlt.cores={list(tlt.cores)} must be numbers of CPU cores, from 0")
     if tlt.cores and len(tlt.cores) != alloc.dp:
         raise ConfigError(f"tlt.cores={list(tlt.cores)} must name one core for each of {alloc.dp} servers, or be empty")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from areal_dta.config import Config
 from areal_dta.records import LaunchPlan
-from launcher.rundir import write_json
 
 __all__ = ["write_drafter_settings"]
 
@@ -37,5 +37,5 @@ def write_drafter_settings(config: Config, plan: LaunchPlan, folder: Path) -> No
     for name, settings in (("coordinator", coordinator), ("worker", worker)):
         path = folder / f"{name}.json"
         path.touch(mode=0o600)
-        path.chmod(0o600)
-        write_json(path, settings)
+        path.chmod(0o600)  # before anything is in it; a rename over it would bring the usual mode back
+        path.write_text(json.dumps(settings, indent=1))

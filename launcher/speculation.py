@@ -1,57 +1,103 @@
-"""What speculative decoding did in a run, from the servers' counters."""
+"""What speculative decoding and the training of its drafter did in a run, from their metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_dta.metrics import MetricRecord
 
-__all__ = ["speculation_text", "summarise_speculation"]
+__all__ = ["SpeculationTotals", "speculation_text", "summarise_speculation"]
+
+DRAFT_STEPS, ACCEPTED, SECONDS, LOSS = "tlt/draft_steps", "tlt/accepted_tokens", "tlt/seconds", "tlt/loss_to_plain"
 
 
-def summarise_speculation(records: Sequence[MetricRecord]) -> dict[str, Any] | None:
-    """Of all servers together; None where none speculated or could have.
+@dataclass
+class _Counters:
+    """What one server, or all of them, counted."""
 
-    ``accept_length``: tokens per sequence and step in which something was drafted for it, None if nothing ever was.
-    ``arms``: share of the decoding time by arm. ``speedup``: time that plain decoding would have taken for the same
-    tokens, by the speeds measured in the same run, over the time taken.
-    """
-    last: dict[tuple[str, str, str], float] = {}
-    base: dict[tuple[str, str, str], float] = {}  # of counters that a restarted server began again
+    draft_steps: float = 0.0
+    accepted: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)  # by arm
+    lost_s: float = 0.0  # against plain decoding, by what one process measured; negative: gained
+
+    def __add__(self, other: _Counters) -> _Counters:
+        arms = {*self.seconds, *other.seconds}
+        return _Counters(
+            self.draft_steps + other.draft_steps,
+            self.accepted + other.accepted,
+            {arm: self.seconds.get(arm, 0.0) + other.seconds.get(arm, 0.0) for arm in arms},
+            self.lost_s + other.lost_s,
+        )
+
+
+class _Server:
+    """The last reports of one process."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], float] = {}
+        self._loss = 0.0  # share of the time
+
+    def take(self, record: MetricRecord, value: float) -> bool:
+        """False, and nothing taken, when the counter fell: then another process reports by the same name."""
+        if record.name == LOSS:
+            self._loss = value
+            return True
+        key = record.name, str(record.labels.get("arm", ""))
+        if value < self._last.get(key, 0.0):
+            return False
+        self._last[key] = value
+        return True
+
+    def counters(self) -> _Counters:
+        seconds = {arm: value for (name, arm), value in self._last.items() if name == SECONDS}
+        drafts, accepted = self._last.get((DRAFT_STEPS, ""), 0.0), self._last.get((ACCEPTED, ""), 0.0)
+        return _Counters(drafts, accepted, seconds, self._loss * sum(seconds.values()))
+
+
+class SpeculationTotals:
+    """Sums over all servers, what they counted before they were restarted included; `add` in file order."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, _Server] = {}
+        self._past = _Counters()
+
+    def add(self, record: MetricRecord) -> None:
+        if record.value is None or record.name not in (DRAFT_STEPS, ACCEPTED, SECONDS, LOSS):
+            return
+        server = self._servers.setdefault(record.proc, _Server())
+        if not server.take(record, record.value):
+            self._past += server.counters()
+            self._servers[record.proc] = server = _Server()
+            server.take(record, record.value)
+
+    def result(self) -> dict[str, Any] | None:
+        """None where no server decoded with speculation switched on.
+
+        ``accept_length``: tokens per sequence and step in which something was drafted for it, None if nothing ever was.
+        ``arms``: share of the decoding time by arm. ``speedup``: time that plain decoding would have taken for the same
+        tokens, by the speeds measured in the same run, over the time taken.
+        """
+        total = sum((server.counters() for server in self._servers.values()), self._past)
+        spent = sum(total.seconds.values())
+        if spent <= 0:
+            return None
+        arms = sorted(total.seconds.items(), key=lambda item: -item[1])
+        return {
+            "accept_length": 1 + total.accepted / total.draft_steps if total.draft_steps else None,
+            "arms": {arm: value / spent for arm, value in arms},
+            "speedup": (spent - total.lost_s) / spent,
+            "decode_s": spent,
+        }
+
+
+def summarise_speculation(records: Iterable[MetricRecord]) -> dict[str, Any] | None:
+    """`SpeculationTotals.result` of a whole run."""
+    totals = SpeculationTotals()
     for record in records:
-        if record.value is None or not record.name.startswith("tlt/"):
-            continue
-        key = (record.proc, record.name, str(record.labels.get("arm", "")))
-        if record.name != "tlt/loss_to_plain" and record.value < last.get(key, 0.0):
-            base[key] = base.get(key, 0.0) + last[key]
-        last[key] = record.value
-    total = {key: value + base.get(key, 0.0) for key, value in last.items()}
-    seconds = _by_arm(total, "tlt/seconds")
-    if not seconds:
-        return None
-    draft_steps = sum(v for (_, name, _), v in total.items() if name == "tlt/draft_steps")
-    accepted = sum(v for (_, name, _), v in total.items() if name == "tlt/accepted_tokens")
-    spent = sum(seconds.values())
-    lost = sum(
-        loss * sum(v for (p, name, _), v in total.items() if p == proc and name == "tlt/seconds")
-        for (proc, name, _), loss in total.items()
-        if name == "tlt/loss_to_plain"
-    )
-    return {
-        "accept_length": 1 + accepted / draft_steps if draft_steps else None,
-        "arms": {arm: value / spent for arm, value in sorted(seconds.items(), key=lambda item: -item[1])},
-        "speedup": (spent - lost) / spent,
-        "decode_s": spent,
-    }
-
-
-def _by_arm(total: Mapping[tuple[str, str, str], float], wanted: str) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for (_, name, arm), value in total.items():
-        if name == wanted:
-            sums[arm] = sums.get(arm, 0.0) + value
-    return sums
+        totals.add(record)
+    return totals.result()
 
 
 def speculation_text(found: Mapping[str, Any] | None) -> str:

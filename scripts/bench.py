@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {
     "batcher": ("scripts.benchlib.batcher", "trajectories per second into the batcher, log on disk included"),
+    "drift": ("scripts.benchlib.drift", "accept length over policy updates: adapted drafter, frozen, and trained anew"),
     "partition": ("scripts.benchlib.partition", "cuts of a batch over ranks: balance, duplicates, seconds"),
     "pipeline": ("scripts.benchlib.pipeline", "idle time and memory of pipeline stages on a plan, simulated"),
     "simulate": ("scripts.benchlib.simulation", "simulated step time and staleness against real runs"),

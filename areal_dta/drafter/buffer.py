@@ -258,7 +258,8 @@ class BufferReader:
         except TornSample as error:
             self.counters["torn"] += 1
             self._torn.add(entry.path)
-            log.warning("skipped: %s", error)
+            if self.counters["torn"] in (1, 10, 100, 1000):
+                log.warning("sample skipped (%d so far): %s", self.counters["torn"], error)
             return None
         self._cache[entry.path] = sample
         self._cached_bytes += sample.num_bytes

@@ -46,7 +46,6 @@ class ControlLink:
         self._changed = threading.Event()
         self._stopping = False
         self.halted = False
-        self.num_malformed = 0
         self._socket = connect_dealer(address)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._thread.start()
@@ -135,7 +134,6 @@ class ControlLink:
                 raise ReportError(f"the coordinator sent a {kind!r:.40}")
             assignment = Assignment.from_wire(body)
         except ReportError as error:
-            self.num_malformed += 1
             log.warning("%s", error)
             return
         self._heard_s = time.monotonic()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from areal_dta.drafter.averaging import Share
-from areal_dta.drafter.buffer import BufferReader
+from areal_dta.drafter.buffer import BufferReader, is_held_out
 from areal_dta.drafter.buffer_files import FrozenTarget, Sample, find_version
 from areal_dta.drafter.eagle_config import DrafterMismatch
 from areal_dta.drafter.eagle_files import read_drafter
@@ -37,7 +37,7 @@ class LearnerSettings:
     micro_step_s: float = 0.3
     min_micro_tokens: int = 32
     max_micro_tokens: int = 4096
-    first_micro_tokens: int = 256
+    first_micro_tokens: int = 128
 
 
 class Learner:
@@ -64,7 +64,7 @@ class Learner:
         self.counters: Counter[str] = Counter()
 
     def refresh(self) -> int:
-        """Look at the buffer again; returns how many samples can be used (their version's head is there)."""
+        """Look at the buffer again; returns how many samples can be trained on (their version's head is there)."""
         self.reader.refresh()
         versions = self.reader.versions()
         self._places = {v: p for v, p in self._places.items() if v in versions and p.exists()}
@@ -74,7 +74,7 @@ class Learner:
                 if folder is not None:
                     self._places[version] = folder
         ready = self._ready()
-        return sum(1 for e in self.reader.entries if e.policy_version in ready)
+        return sum(1 for e in self.reader.entries if e.policy_version in ready and not is_held_out(e))
 
     def _ready(self) -> set[str]:
         return (set(self._places) | set(self._heads)) - self._refused

@@ -48,11 +48,16 @@ class DrafterPublisher:
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, weights: EagleWeights, step: int) -> bool:
-        """Publish ``weights`` (a copy) in the background; False: the publication before is not over."""
+    def start(self, weights: EagleWeights, step: int, lineage: str = "") -> bool:
+        """Publish ``weights`` (a copy) in the background; False: the publication before is not over.
+
+        ``lineage`` tells apart what was trained twice from the same step, in the drafter's version.
+        """
         if self.busy:
             return False
-        self._thread = threading.Thread(target=self._run, args=(weights, step), name="drafter-publish", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(weights, step, lineage), name="drafter-publish", daemon=True
+        )
         self._thread.start()
         return True
 
@@ -63,10 +68,10 @@ class DrafterPublisher:
             if self._thread.is_alive():
                 raise TimeoutError(f"the drafter was not published within {timeout_s:g} s")
 
-    def _run(self, weights: EagleWeights, step: int) -> None:
+    def _run(self, weights: EagleWeights, step: int, lineage: str) -> None:
         folder = self.root / f"{PREFIX}{step:09d}"
         try:
-            manifest = write_drafter(folder, weights, f"d{step}")
+            manifest = write_drafter(folder, weights, f"d{step}.{lineage[:6]}")
         except OSError as error:
             log.warning("drafter of step %d could not be written: %s", step, error)
             self._metrics.event("drafter/publish_failed", str(error), step=step)

@@ -24,7 +24,8 @@ class SpotSettings:
     collect_s: float = 1.0  # how long the leader waits for the others' gradients
     sync_timeout_s: float = 5.0  # how long a follower waits for the average before it joins again
     join_retry_s: float = 1.0
-    refresh_s: float = 0.5  # how often the buffer is listed
+    refresh_s: float = 2.0  # how often the buffer is listed
+    min_samples: int = 8  # with fewer this worker does not ask to train
     checkpoint_steps: int = 100
     publish_steps: int = 100
     publish_s: float = 600.0  # whichever comes first

@@ -105,7 +105,8 @@ class SpotTrainer:
             return
         self._refreshed_s = now_s
         num_samples, reader = self._learner.refresh(), self._learner.reader
-        self._control.report(num_samples=num_samples, step=self._state.step)
+        enough = num_samples >= self._settings.min_samples
+        self._control.report(num_samples=num_samples if enough else 0, step=self._state.step)
         self._metrics.emit("drafter/buffer_samples", num_samples)
         self._metrics.emit("drafter/buffer_bytes", reader.num_bytes)
         self._metrics.emit("drafter/micro_step_s", self._learner.longest_micro_step_s)
@@ -171,7 +172,6 @@ class SpotTrainer:
             return
         step = self._published_step = self._state.step
         self._published_s = time.monotonic()
-        self._learner.follow_latest()
         batch = self._learner.held_out()
         if batch is None:
             self._metrics.event("drafter/not_published", "no held-out samples yet", step=step)
@@ -189,4 +189,5 @@ class SpotTrainer:
                 text = f"held-out top-3 accuracy {top3:.3f}, the published drafter has {before:.3f}"
                 self._metrics.event("drafter/not_published", text, step=step)
                 return
-        self._drafters.start(self._learner.trainer.weights(), step)
+        self._learner.follow_latest()
+        self._drafters.start(self._learner.trainer.weights(), step, self._state.lineage)

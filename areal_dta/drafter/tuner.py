@@ -27,6 +27,7 @@ __all__ = ["Tuner", "TunerSettings"]
 BATCH_EDGES = (1, 2, 4, 8, 16, 32)  # buckets 1, 2, 3-4, 5-8, 9-16, 17-32, 33+
 CONTEXT_EDGES = (1024, 4096, 16384)  # tokens of a sequence, by powers of four
 OUTLIER = 4.0  # a step this many times slower than its arm's is booked as if it were only that much slower
+YOUNG_STEPS = 64  # of plain decoding; so long a bucket tries what even the pessimist recommends without drawing lots
 PROVEN_STEPS = 32  # with fewer, bad luck may hide what the pooled acceptance knows
 MARGIN = 1.01  # a rival must be this much faster before the arm in use is left
 RESERVE = 0.25  # of the budget, for the error of the estimates that it is kept with
@@ -124,8 +125,9 @@ class Tuner:
         bucket.best = self._best(bucket)
         if bucket.best != OFF and bucket.recent.plain_loss_s > settings.max_regret * bucket.recent.seconds:
             bucket.best = OFF  # it looked faster than it was
-        if self._random.random() < settings.epsilon:
-            bucket.trial = self._promising(bucket, batch)
+        is_drawn = self._random.random() < settings.epsilon
+        if is_drawn or (bucket.best == OFF and bucket.count(OFF) < YOUNG_STEPS):
+            bucket.trial = self._promising(bucket, batch, only_sure=not is_drawn)
             if bucket.trial is not None:
                 if self._is_stale(bucket.stats(bucket.trial)):
                     bucket.stats(bucket.trial).forget_tokens()
@@ -258,7 +260,7 @@ class Tuner:
                 best, best_speed = arm, speed * (MARGIN if arm == bucket.best else 1.0)
         return best
 
-    def _promising(self, bucket: _Bucket, batch: int) -> Arm | None:
+    def _promising(self, bucket: _Bucket, batch: int, only_sure: bool) -> Arm | None:
         """What to try next: the arm that may gain most for what its trial may lose, if that can be afforded by now.
 
         Waiting for the most promising arm beats trying others: cheap trials without a prospect would eat its budget."""
@@ -266,7 +268,7 @@ class Tuner:
         found, found_value = None, 0.0
         for arm in self._arms:
             low, high, step_s = self._bounds(bucket, arm, batch)
-            if arm != bucket.best and high > MIN_GAIN * best:
+            if arm != bucket.best and (low if only_sure else high) > MIN_GAIN * best:
                 value = (high / best - 1) / max(step_s * (1 - low / best), 1e-6 * step_s)
                 if value > found_value:
                     found, found_value = arm, value

@@ -157,12 +157,21 @@ def _first_weights(settings: WorkerSettings, model: Path, publisher: metrics.Pub
     return init_weights(shape, load_decoder(model, config, torch.float32), generator, ids)
 
 
+def _warm_up() -> None:
+    """Torch loads part of itself in the first optimiser step: seconds in which nobody could be preempted."""
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], foreach=False)
+    weight.grad = torch.zeros(1)
+    optimizer.step()
+
+
 def run(settings: WorkerSettings, publisher: metrics.Publisher) -> None:
     """Until SIGTERM or SIGINT."""
     if settings.cores:
         os.sched_setaffinity(0, settings.cores)
     os.nice(settings.nice)
     torch.set_num_threads(settings.threads)
+    _warm_up()
     spot, control, hub = build(settings, publisher)
 
     def end(number: int, frame: FrameType | None) -> None:

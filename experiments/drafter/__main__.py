@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from areal_dta.drafter.eagle_config import KINDS
+from areal_dta.drafter.eagle_files import read_drafter
 from areal_dta.nn import DecoderConfig, DecoderWeights, load_decoder
 from experiments.drafter.collect import CollectSettings, collect
 from experiments.drafter.prompts import VARIANTS, Prompt, make_prompts, split_tasks
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="the drafter's folder, replaced when a better one is ready")
     add("--work", type=Path, help="answers and training state")
     add("--steps", choices=["collect", "train", "all"], default="all")
+    add("--start", type=Path, help="a drafter's folder to go on from, for example after collecting more")
     add("--kind", choices=KINDS, default=TrainSettings.kind)
     add("--draft-vocab", type=int, default=TrainSettings.draft_vocab, help="tokens that can be drafted; 0: all")
     add("--domains", default=",".join(DOMAINS), help="tau2 domains of the prompts")
@@ -126,7 +128,8 @@ def _train(args: argparse.Namespace, target: DecoderWeights, prompts: dict[str, 
         seconds=args.seconds,
         seed=args.seed,
     )
-    trained = train(target, samples, held_out, args.out, args.work / args.kind, settings, _say)
+    start = read_drafter(args.start, target)[0] if args.start else None
+    trained = train(target, samples, held_out, args.out, args.work / args.kind, settings, _say, start)
     (args.work / "report.json").write_text(json.dumps(trained.to_json(), indent=1) + "\n")
     shares = ", ".join(f"{share:.2f}" for share in trained.acceptance.by_position)
     _say(

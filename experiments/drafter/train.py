@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal_dta.drafter.draft_vocab import count_tokens, covered_share, frequent_tokens
-from areal_dta.drafter.eagle import init_weights
+from areal_dta.drafter.eagle import EagleWeights, init_weights
 from areal_dta.drafter.eagle_config import EagleConfig
 from areal_dta.drafter.eagle_files import write_drafter
 from areal_dta.drafter.losses import DraftScores
@@ -106,7 +107,7 @@ def measure(trainer: DrafterTrainer, batches: Sequence[PackedBatch], chain: int 
     for num_steps in range(1, chain + 1):
         rates = trainer.evaluate(batches, num_steps).rates()
         lengths.append(max(lengths[-1], rates["accept_length"]))
-    shares = tuple(b - a for a, b in zip(lengths, lengths[1:]))
+    shares = tuple(b - a for a, b in pairwise(lengths))
     return Acceptance(rates["top1"], rates["top3"], shares)
 
 
@@ -118,9 +119,11 @@ def train(
     work: Path,
     settings: TrainSettings,
     report: Report = print,
+    start: EagleWeights | None = None,
 ) -> Trained:
-    """Train and write the drafter to ``out``; ``work`` holds the state."""
-    return _Training(target, samples, held_out, out, work, settings, report).run()
+    """Train and write the drafter to ``out``; ``work`` holds the state. ``start``: a drafter to go on from, whose kind
+    and vocabulary are kept."""
+    return _Training(target, samples, held_out, out, work, settings, report, start).run()
 
 
 class _Training:
@@ -133,16 +136,15 @@ class _Training:
         work: Path,
         settings: TrainSettings,
         report: Report,
+        start: EagleWeights | None,
     ) -> None:
         self._settings, self._report, self._target = settings, report, target
         self._samples, self._out, self._work = list(samples), out, work
         self._held_out = pack([_in_fp32(s) for s in held_out], settings.batch_tokens)
-        full = settings.draft_vocab in (0, target.config.vocab_size)
-        ids_Vd = None if full else choose_vocabulary(samples, target, settings.draft_vocab)
-        config = EagleConfig.for_target(target.config, settings.kind, 0 if full else settings.draft_vocab)
-        self._start = init_weights(config, target, torch.Generator().manual_seed(settings.seed), ids_Vd)
-        counts_V = count_tokens((s.ids_T[s.loss_start + 1 :].numpy() for s in held_out), target.config.vocab_size)
-        self._covered = 1.0 if ids_Vd is None else covered_share(counts_V, ids_Vd.numpy())
+        self._start = start or _untrained(target, samples, settings)
+        said_V = count_tokens((s.ids_T[s.loss_start + 1 :].numpy() for s in held_out), target.config.vocab_size)
+        ids_Vd = self._start.draft_ids_Vd
+        self._covered = 1.0 if ids_Vd is None else covered_share(said_V, ids_Vd.numpy())
         self._num_tokens = sum(s.num_tokens for s in samples)
         self._steps_in_all = settings.epochs * len(self._batches(0))
         self._done = 0  # steps
@@ -253,6 +255,13 @@ class _Training:
             if old.name != name:
                 old.unlink()
         write_drafter(self._out, self._trainer.weights(), f"{self._settings.kind}-{self._done}")
+
+
+def _untrained(target: DecoderWeights, samples: Sequence[DraftSample], settings: TrainSettings) -> EagleWeights:
+    full = settings.draft_vocab in (0, target.config.vocab_size)
+    ids_Vd = None if full else choose_vocabulary(samples, target, settings.draft_vocab)
+    config = EagleConfig.for_target(target.config, settings.kind, 0 if full else settings.draft_vocab)
+    return init_weights(config, target, torch.Generator().manual_seed(settings.seed), ids_Vd)
 
 
 def _in_fp32(sample: DraftSample) -> DraftSample:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from areal_dta.metrics import MetricRecord
+from launcher.dashboard.speculation import ROUTINE_EVENTS, SpeculationModel
 from launcher.dashboard.timeline import Timeline
 from launcher.run_files import RunFiles
 from launcher.steps import (
@@ -83,12 +84,12 @@ class RunModel:
     def __init__(self) -> None:
         self.table = StepTable()
         self.timeline = Timeline()
+        self._speculation = SpeculationModel(self.timeline)
         self.instance = uuid.uuid4().hex[:8]  # a cursor of another model is worth nothing
         self._revision = 0
         self._step_revisions: dict[int, int] = {}
         self._step_end_s: dict[int, float] = {}
         self._levels: dict[str, dict[str, float]] = {}
-        self._generated: dict[str, tuple[float, float]] = {}
         self._evals: dict[str, dict[str, Any]] = {}
         self._rejected: dict[str, float] = {}
         self._processes: dict[str, ProcessView] = {}
@@ -114,6 +115,7 @@ class RunModel:
             self._step_revisions[row.step] = self._revision
             if record.name == "time/step":
                 self._step_end_s[row.step] = at_s
+        self._speculation.add(record, at_s, self._revision)
         if record.kind == "event":
             self._add_event(record)
         elif record.name in GAUGES and record.value is not None:
@@ -121,7 +123,7 @@ class RunModel:
             levels[record.proc] = record.value
             self.timeline.gauge(at_s, GAUGES[record.name], sum(levels.values()), self._revision)
         elif record.name == "server/generated_tokens" and record.value is not None:
-            self._add_generated(record.proc, record.value, at_s)
+            self.timeline.count(at_s, "generated", record.proc, record.value, self._revision)
         elif record.name == "eval/reward":
             tag = str(record.labels.get("tag"))
             self._evals[tag] = {"tag": tag, "step": record.step, "reward": record.value}
@@ -132,19 +134,13 @@ class RunModel:
         elif record.name.startswith("rollout/") and record.value is not None and not record.labels.get("eval"):
             self._add_episode(record.name.removeprefix("rollout/"), record.value)
 
-    def _add_generated(self, proc: str, total: float, at_s: float) -> None:
-        """Turn a server's cumulative token count into a rate; a restarted server counts from 0 again."""
-        before, before_s = self._generated.get(proc, (total, at_s))
-        self._generated[proc] = (total, at_s)
-        delta = total - before if total >= before else total
-        if delta > 0:
-            self.timeline.spread(before_s, at_s, "generated", delta, self._revision)
-
     def _add_episode(self, name: str, value: float) -> None:
         self._episodes.count += name == "reward"
         self._episodes.sums[name] = self._episodes.sums.get(name, 0.0) + value
 
     def _add_event(self, record: MetricRecord) -> None:
+        if record.name in ROUTINE_EVENTS:
+            return
         name = str(record.labels.get("process") or record.labels.get("name") or record.proc)
         event = {"t": record.t, "name": record.name, "process": name, "message": record.message or ""}
         self._events = [*self._events[-EVENTS_KEPT + 1 :], event]
@@ -183,6 +179,7 @@ class RunModel:
             "tick_s": self.timeline.width_s,
             "ticks": self._ticks(after, complete),
             "evals": sorted(self._evals.values(), key=lambda e: (e["step"] is None, e["step"] or 0)),
+            "speculation": self._speculation.view(files),
             "rejected": dict(sorted(self._rejected.items())),
             "processes": self._process_rows(files.state.get("status")),
             "events": self._events[-EVENTS_KEPT:],

@@ -12,6 +12,7 @@ ASSETS = {
     "style.css": "text/css",
     "charts.js": "text/javascript",
     "panels.js": "text/javascript",
+    "speculation.js": "text/javascript",
     "app.js": "text/javascript",
 }
 PAGE = "index.html"

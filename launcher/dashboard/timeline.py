@@ -29,6 +29,7 @@ class Timeline:
         self._origin: float | None = None
         self._latest_t = 0.0
         self._cut_s = 0.0
+        self._counts: dict[tuple[str, str], tuple[float, float]] = {}
 
     def place(self, t: float) -> float:
         """Running seconds at unix time ``t``; each call moves the clock, so call it in order of arrival."""
@@ -44,6 +45,14 @@ class Timeline:
     def gauge(self, at_s: float, name: str, level: float, revision: int) -> None:
         bucket = self._bucket(at_s, revision)
         bucket.gauges[name] = level
+
+    def count(self, at_s: float, name: str, source: str, total: float, revision: int) -> None:
+        """What a cumulative count grew by since its last report; one that fell was begun again from 0."""
+        before, before_s = self._counts.get((name, source), (0.0, at_s))
+        self._counts[name, source] = (total, at_s)
+        delta = total - before if total >= before else total
+        if delta > 0:
+            self.spread(before_s, at_s, name, delta, revision)
 
     def spread(self, from_s: float, to_s: float, name: str, amount: float, revision: int) -> None:
         """Distribute an amount evenly over an interval of running time."""

@@ -22,7 +22,7 @@ from areal_dta.nn.loading import expected_shapes
 from areal_dta.weights import seal_version
 from scripts.benchlib.report import end
 
-__all__ = ["VOCAB_SIZE", "ServerError", "events", "post", "serving", "write_model"]
+__all__ = ["VOCAB_SIZE", "ServerError", "events", "post", "routing", "serving", "write_model"]
 
 VOCAB_SIZE = 2048
 START_TIMEOUT_S = 120.0
@@ -68,8 +68,20 @@ def write_model(folder: Path, version: str, seed: int, layers: int = 4, hidden: 
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[tuple[int, str]]:
     """A server of ``model`` on a free port: (process id, URL). It is ended on leaving; raises ServerError."""
-    command = [sys.executable, "-m", "areal_dta.rollout.server", "--model", str(model), "--port", "0", *options]
-    log = model.parent / "server.log"
+    with _process("areal_dta.rollout.server", model.parent / "server.log", "--model", str(model), *options) as started:
+        yield started
+
+
+@contextmanager
+def routing(server: str, folder: Path) -> Iterator[tuple[int, str]]:
+    """A router before the server at this URL: (process id, URL). ``folder`` keeps its log."""
+    with _process("areal_dta.rollout.router", folder / "router.log", "--servers", server) as started:
+        yield started
+
+
+@contextmanager
+def _process(module: str, log: Path, *options: str) -> Iterator[tuple[int, str]]:
+    command = [sys.executable, "-m", module, "--port", "0", *options]
     with log.open("wb") as errors:
         env = {**os.environ, "PYTHONPATH": str(_ROOT)}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env)
@@ -88,7 +100,7 @@ def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
     except Empty:
         line = ""
     if not line.startswith("READY "):
-        raise ServerError(f"the server did not start within {START_TIMEOUT_S:g} s: {log.read_text()[-2000:]}")
+        raise ServerError(f"no process within {START_TIMEOUT_S:g} s: {log.read_text()[-2000:]}")
     return line.split()[1]
 
 

@@ -175,7 +175,7 @@ class _Bench:
         cell.differences[name] = found + compare(self._model.target, plain.outputs, played.outputs)
 
     def _speedup(self, arm: Arm, batch: int, temperature: float) -> float:
-        """Predicted from the accept length at the batch size before; where there is none, from the best one possible."""
+        """Predicted from the accept length at the batch size before; for the first one, from the best possible."""
         length = self._accept_lengths.get((temperature, arm.name), 1.0 + arm.depth)
         plain_s = self.table.arm_s(OFF, batch, batch, temperature)
         return length * plain_s / self.table.arm_s(arm, batch, batch * length, temperature)
@@ -185,9 +185,7 @@ class _Bench:
         plain, fixed = totals[PLAIN], {arm.name: totals[arm.name] for arm in arms}
         by_ngram = [t for name, t in fixed.items() if name.startswith("ngram")]
         best_cpu = max([plain.cpu_tps, *(t.cpu_tps for t in fixed.values())])
-        predicted = {
-            n: t.num_tokens / sum(self.table.predict_s(x, temperature) for x in t.notes) for n, t in fixed.items()
-        }
+        predicted = {name: self._prediction(t, temperature) for name, t in fixed.items()}
         steps: dict[str, int] = {}
         for note in totals[TUNED].notes:
             steps[note.arm.name] = steps.get(note.arm.name, 0) + 1
@@ -213,13 +211,14 @@ class _Bench:
                 "cold_tps": totals[COLD].cpu_tps,
                 "speedup": {name: t.cpu_tps / plain.cpu_tps for name, t in fixed.items()},
                 "tuned_speedup": totals[TUNED].cpu_tps / plain.cpu_tps,
-                "plain_efficiency": plain.cpu_tps / self._plain_prediction(totals[OFF.name], temperature),
+                "plain_efficiency": plain.cpu_tps / self._prediction(totals[OFF.name], temperature),
             },
             "outputs": {name: found.to_json() for name, found in cell.differences.items()},
         }
 
-    def _plain_prediction(self, off: Totals, temperature: float) -> float:
-        return off.num_tokens / sum(self.table.predict_s(note, temperature) for note in off.notes)
+    def _prediction(self, totals: Totals, temperature: float) -> float:
+        """Tokens per processor second that the steps should have had."""
+        return totals.num_tokens / sum(self.table.predict_s(note, temperature) for note in totals.notes)
 
 
 def _line(report: dict[str, Any]) -> str:

@@ -176,19 +176,16 @@ def _level(
     features_TD = torch.zeros(total, drafter.config.hidden_size, dtype=drafter.dtype)
     ids_T = torch.full((total,), 7)
 
-    def attend(index: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-        return runner.kv.attend(plan, index, q_TNH, k_TKH, v_TKH)
-
     def call() -> torch.Tensor:
-        nonlocal plan
         plan = plan_attention(spans, runner.page_size, runner.weights.device)
         cos_sin = runner.rotary(plan.positions_T, plan.max_position)
         x_TX = draft_inputs(drafter, runner.weights.embed_VD, ids_T, features_TD)
-        f_TD = draft_hidden(drafter, x_TX, cos_sin, attend, layer)
+        f_TD = draft_hidden(
+            drafter, x_TX, cos_sin, lambda index, q, k, v: runner.kv.attend(plan, index, q, k, v), layer
+        )
         logits_TV = draft_logits(drafter, f_TD, runner.weights)
         return (logits_TV - logits_TV.logsumexp(-1, keepdim=True)).topk(width).indices
 
-    plan = plan_attention(spans, runner.page_size, runner.weights.device)
     return call
 
 

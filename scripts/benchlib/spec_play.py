@@ -14,8 +14,10 @@ from typing import Protocol
 from areal_dta.drafter.arms import OFF, Arm
 from areal_dta.drafter.eagle import EagleWeights
 from areal_dta.drafter.ngram import NgramIndex
+from areal_dta.drafter.step_model import Acceptance
 from areal_dta.nn import DecoderWeights
 from areal_dta.rollout.server.eagle_runtime import EagleRuntime
+from areal_dta.rollout.server.ngram_drafter import NgramDrafter
 from areal_dta.rollout.server.scheduler import Scheduler, SchedulerLimits
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, SamplingParams
 from areal_dta.rollout.server.sequence import Sequence as ServerSequence
@@ -26,6 +28,9 @@ __all__ = ["Chooser", "FixedArm", "Played", "Player", "StepNote", "Totals"]
 
 class Chooser(Protocol):
     """What a `Speculator` asks of a tuner."""
+
+    @property
+    def acceptance(self) -> Acceptance: ...
 
     def choose(self, batch: int, context_tokens: int) -> Arm: ...
 
@@ -47,6 +52,7 @@ class FixedArm:
 
     def __init__(self, arm: Arm) -> None:
         self._arm = arm
+        self.acceptance = Acceptance()
 
     def choose(self, batch: int, context_tokens: int) -> Arm:
         return self._arm
@@ -88,6 +94,10 @@ class _Noting:
     def __init__(self, inner: Chooser) -> None:
         self._inner = inner
         self.notes: list[StepNote] = []
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return self._inner.acceptance
 
     def choose(self, batch: int, context_tokens: int) -> Arm:
         return self._inner.choose(batch, context_tokens)
@@ -208,7 +218,7 @@ class Player:
             scheduler.speculator = Speculator(
                 scheduler.cache,
                 noting,  # type: ignore[arg-type]
-                NgramIndex(),
+                NgramDrafter(NgramIndex()),
                 self._runtime,
                 clock=self._clock,
             )

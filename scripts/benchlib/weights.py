@@ -1,11 +1,12 @@
 """``bench.py weights``: how long new weights take to reach a server under load, and how long it stands still for them.
 
 A server process, small random weights, ``--streams`` requests that are streamed all the time. Each path is used
-``--updates`` times with each of the three ways to treat running requests; medians count:
+``--updates`` times with each way to treat running requests that it has; medians count:
 
 - ``disk``: ``/update_weights_from_disk`` of a sealed folder;
 - ``group``: one ``/update_weights_from_distributed`` with all tensors over gloo, as older clients do;
-- ``session``: begin, the tensors in ``--parts`` calls, end.
+- ``session``: begin, the tensors in ``--parts`` calls, end;
+- ``router``: ``/update_weights_from_disk`` of a router, which pauses the server, updates, verifies and continues.
 
 ``latency_ms`` runs from the first request to the last answer, ``pause_ms`` is the longest time around it in which none
 of the streams got a token; ``idle_gap_ms`` is the same measure of an equal stretch without an update, in which new
@@ -30,7 +31,7 @@ import torch
 
 from areal_dta.rollout.server.weight_group import GroupSpec, WeightGroup
 from scripts.benchlib.report import at_least, commit, free_port, progress
-from scripts.benchlib.serving import VOCAB_SIZE, ServerError, events, post, serving, write_model
+from scripts.benchlib.serving import VOCAB_SIZE, ServerError, events, post, routing, serving, write_model
 
 __all__ = ["add_arguments", "parts_of", "pause_s", "run", "summary"]
 
@@ -83,8 +84,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         folders = [Path(root) / f"v{i}" for i in range(2)]
         tensors = [write_model(f, f"0:{i}", i, args.layers, args.hidden // 12 * 12) for i, f in enumerate(folders)]
         num_bytes = sum(t.nbytes for t in tensors[0].values())
-        with serving(folders[0]) as (_, url):
-            measured = asyncio.run(_measure(args, url, folders, tensors))
+        with serving(folders[0]) as (_, url), routing(url, Path(root)) as (_, router):
+            measured = asyncio.run(_measure(args, url, router, folders, tensors))
     return {"commit": commit(), "streams": args.streams, "weights_mb": num_bytes / 1e6, **measured}
 
 
@@ -118,14 +119,18 @@ class _Load:
 
 
 async def _measure(
-    args: argparse.Namespace, url: str, folders: list[Path], tensors: list[dict[str, torch.Tensor]]
+    args: argparse.Namespace, url: str, router: str, folders: list[Path], tensors: list[dict[str, torch.Tensor]]
 ) -> dict[str, Any]:
-    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with (
+        aiohttp.ClientSession(url, timeout=timeout) as session,
+        aiohttp.ClientSession(router, timeout=timeout) as routed,
+    ):
         async with _sender(session) as (group, joined_s):
             load = _Load(session, args)
             streams = [asyncio.create_task(load.stream(i)) for i in range(args.streams)]
             try:
-                measuring = asyncio.create_task(_paths(args, session, group, load, folders, tensors))
+                measuring = asyncio.create_task(_paths(args, session, routed, group, load, folders, tensors))
                 await asyncio.wait({measuring, *streams}, return_when=asyncio.FIRST_COMPLETED)
                 for stream in streams:
                     if stream.done():
@@ -164,6 +169,7 @@ async def _must(session: aiohttp.ClientSession, path: str, body: dict[str, Any])
 async def _paths(
     args: argparse.Namespace,
     session: aiohttp.ClientSession,
+    routed: aiohttp.ClientSession,
     group: WeightGroup,
     load: _Load,
     folders: list[Path],
@@ -196,12 +202,21 @@ async def _paths(
             await send(part)
         await _must(session, "/end_weight_update", {"weight_version": version, "running": mode})
 
+    async def through_router(number: int, version: str, mode: str) -> None:
+        body = {"model_path": str(folders[number]), "abort_all_requests": mode == "abort"}
+        await _must(routed, "/update_weights_from_disk", body)
+
     await load.wait_for_token(time.perf_counter())
     found: dict[str, dict[str, float]] = {}
     numbers = itertools.cycle((1, 0))
     longest_s = 0.0
-    for name, update in (("disk", disk), ("group", whole), ("session", session_of)):
-        for mode in MODES:
+    for name, update, modes in (
+        ("disk", disk, MODES),
+        ("group", whole, MODES),
+        ("session", session_of, MODES),
+        ("router", through_router, ("recompute", "abort")),
+    ):
+        for mode in modes:
             samples = []
             for _ in range(args.updates):
                 await _settle(load)

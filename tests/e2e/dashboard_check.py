@@ -17,9 +17,10 @@ POINTS = (
 )
 CHARTS = {
     *("reward", "loss", "generation", "training", "stages", "tree", "loads", "staleness", "mismatch", "queue"),
-    *("rejections", "processes", "events"),
+    *("speculation", "arms", "spot", "drafter", "drafter_loss", "buffer", "rejections", "processes", "events"),
 }
-MAY_BE_EMPTY = {"rejections"}  # a run without rejections is a good run
+# A run without rejections is a good run; by default no drafter is trained.
+MAY_BE_EMPTY = {"rejections", "spot", "drafter", "drafter_loss", "buffer"}
 DRAWN = "document.body.dataset.rendered"
 
 

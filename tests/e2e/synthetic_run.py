@@ -17,11 +17,16 @@ experiment_name: tau2-mock
 trial_name: synthetic
 total_train_steps: {steps}
 rollout:
+  backend: embedded:d1
   max_head_offpolicyness: 2
+tlt:
+  enabled: true
+  train: true
 batcher:
   cost: flops
   staleness_policy: wait
 """
+ARMS = {"ngram-d3-k1-v3": 0.6, "off": 0.3, "eagle-d4-k2-v7": 0.1}  # share of the time
 CAUSES = ("raised", "timeout", "bad_reward")
 
 
@@ -34,6 +39,7 @@ class Story:
         self.t = START_T
         self.generated = 0.0
         self.rejected = dict.fromkeys(CAUSES, 0)
+        self.speculation = Speculation(self)
 
     def record(self, proc: str, name: str, value: float | None, step: int | None = None, **labels) -> MetricRecord:
         kind = "span" if name.startswith("time/") else "value"
@@ -67,6 +73,7 @@ class Story:
             yield self.record("server.0", "server/tokens_per_s", rate)
             yield self.record("server.0", "server/running", running)
             yield self.record("server.0", "server/waiting", max(0, running - 20))
+            yield from self.speculation.report(0.5, rate * 0.5)
             yield self.record("batcher", "batch/in_flight", 24 + self.random.randint(-3, 3))
             yield self.record("batcher", "batch/ready", self.random.randint(0, 4))
             worker = f"worker.{self.random.randrange(WORKERS)}"
@@ -85,6 +92,7 @@ class Story:
             self.t += 1.0
             yield self.event("process/restart", process="server.0", pid=4190, restarts=1)
             self.generated = 0.0
+            self.speculation = Speculation(self)
         yield from self.batch(step, reward)
         yield from self.train(step, wait_s, began)
 
@@ -116,6 +124,7 @@ class Story:
         if step % 5 == 4:
             spans["checkpoint"] = 0.8
         yield from self.rollout(sum(spans.values()), 0.3 + 0.03 * step, step)
+        yield from self.speculation.train(step)
         for rank in range(RANKS):
             proc = f"trainer.{rank}"
             yield self.record(proc, "time/wait_batch", wait_s + 0.01 * rank, step)
@@ -137,6 +146,54 @@ class Story:
         }
         for name, value in loss.items():
             yield self.record("trainer.0", name, value, step)
+
+
+class Speculation:
+    """What server 0 counts since its start, and the training of its drafter."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.drafts = self.accepted = 0
+        self.steps = dict.fromkeys(ARMS, 0)
+        self.seconds = dict.fromkeys(ARMS, 0.0)
+        self.tokens = dict.fromkeys(ARMS, 0.0)
+
+    def report(self, seconds: float, tokens: float) -> Iterator[MetricRecord]:
+        say, dice = self.story.record, self.story.random
+        for arm, share in ARMS.items():
+            self.steps[arm] += round(40 * share)
+            self.seconds[arm] += seconds * share
+            self.tokens[arm] += tokens * share
+        self.drafts += 20
+        self.accepted += 20 + dice.randint(0, 20)
+        yield say("server.0", "tlt/accept_length", 1 + self.accepted / self.drafts)
+        yield say("server.0", "tlt/draft_steps", self.drafts)
+        yield say("server.0", "tlt/drafted_tokens", 3 * self.drafts)
+        yield say("server.0", "tlt/accepted_tokens", self.accepted)
+        yield say("server.0", "tlt/loss_to_plain", -0.25)
+        for arm in ARMS:
+            yield say("server.0", "tlt/steps", self.steps[arm], arm=arm)
+            yield say("server.0", "tlt/seconds", self.seconds[arm], arm=arm)
+            yield say("server.0", "tlt/tokens", self.tokens[arm], arm=arm)
+
+    def train(self, step: int) -> Iterator[MetricRecord]:
+        """Once per step of the run, while the server waits for the new weights."""
+        say = self.story.record
+        for state in ("busy", "idle", "training"):
+            yield say(
+                "coordinator", "drafter/servers", float(state == ("training" if step % 2 else "busy")), state=state
+            )
+        yield say("drafter.0", "drafter/buffer_samples", 30 * step)
+        yield say("drafter.0", "drafter/buffer_bytes", 2_000_000 * step)
+        if step % 2:
+            top3 = 0.8 - 0.4 / (1 + step)
+            yield say("drafter.0", "drafter/loss", 3.0 / (1 + step), 10 * step)
+            yield say("drafter.0", "drafter/top3", top3, 10 * step)
+            yield say("drafter.0", "drafter/held_out_top3", top3 - 0.02, 10 * step)
+            yield say("drafter.0", "drafter/held_out_top3_served", top3 - 0.05, 10 * step)
+            labels, t = {"version": f"d{10 * step}"}, self.story.t
+            yield MetricRecord(t, "drafter.0", "event", "drafter/published", None, None, labels, "server.0")
+            yield MetricRecord(t, "drafter.0", "event", "drafter/resting", None, None, {}, "work arrived")
 
 
 def write_synthetic_run(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from areal_dta.drafter.arms import Arm
 from areal_dta.drafter.draft_tree import ROOT, DraftTree
+from areal_dta.drafter.step_model import Acceptance
 from areal_dta.rollout.server.scheduler import Scheduler
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, SamplingParams, Step
 from areal_dta.rollout.server.sequence import Sequence as ServerSequence
@@ -27,6 +28,7 @@ class ScriptedTuner:
 
     def __init__(self, arms: Iterable[Arm]) -> None:
         self._arms = itertools.cycle(arms)
+        self.acceptance = Acceptance()
         self.records: list[tuple[Arm, int, int]] = []
 
     def choose(self, batch: int, context_tokens: int) -> Arm:

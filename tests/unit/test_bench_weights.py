@@ -50,7 +50,8 @@ def test_every_path_and_mode_is_measured() -> None:
     small = ("--streams", "2", "--prompt", "16", "--new-tokens", "64", "--layers", "1", "--hidden", "48")
     result = weights.run(arguments(*small, "--updates", "1", "--parts", "2"))
     modes = ("recompute", "keep", "abort")
-    assert set(result["paths"]) == {f"{path}_{mode}" for path in ("disk", "group", "session") for mode in modes}
+    expected = {f"{path}_{mode}" for path in ("disk", "group", "session") for mode in modes}
+    assert set(result["paths"]) == expected | {"router_recompute", "router_abort"}
     for row in result["paths"].values():
         assert row["latency_ms"] > 0
         assert 0 < row["pause_ms"] <= row["worst_pause_ms"]

@@ -149,6 +149,77 @@ def test_elapsed_time_stops_with_the_run():
     assert model.view(ended, 9999.0)["run"]["elapsed_s"] == 30.0
 
 
+# ---- speculation and the drafter's training ----
+
+
+def spec_report(t: float, server: str, drafts: int, accepted: int, loss: float, **seconds: float) -> list[MetricRecord]:
+    return [
+        record(t, server, "tlt/draft_steps", drafts),
+        record(t, server, "tlt/accepted_tokens", accepted),
+        record(t, server, "tlt/loss_to_plain", loss),
+        *(record(t, server, "tlt/seconds", spent, arm=arm) for arm, spent in seconds.items()),
+    ]
+
+
+def test_speculation_is_shown_by_time_and_in_sum_over_all_servers_and_their_restarts():
+    model = RunModel()
+    model.add(spec_report(100.0, "server.0", 10, 10, 0.0, off=1.0))
+    model.add(spec_report(101.0, "server.0", 30, 40, -0.5, off=1.0, ngram=1.0))
+    model.add(spec_report(102.0, "server.1", 0, 0, 0.0, off=2.0))
+    model.add(spec_report(103.0, "server.0", 10, 0, 0.0, off=0.5))  # started again
+    model.add([record(130.0, "server.0", "server/running", 0)])  # the clock goes on
+    view = model.view(FILES, 140.0)
+    assert view["speculation"]["accept_length"] == 1 + 40 / 40
+    assert view["speculation"]["speedup"] == pytest.approx((4.5 + 0.5 * 2.0) / 4.5)
+    assert view["speculation"]["arms"] == {"off": pytest.approx(3.5 / 4.5), "ngram": pytest.approx(1 / 4.5)}
+    ticks, width_s = view["ticks"], model.timeline.width_s
+    assert sum(t.get("drafts", 0) for t in ticks) * width_s == pytest.approx(40)
+    assert sum(t.get("accepted", 0) for t in ticks) * width_s == pytest.approx(40)
+    assert sum(t.get("arm off", 0) for t in ticks) * width_s == pytest.approx(3.5)
+    assert [t["speedup"] for t in ticks if "speedup" in t] == [pytest.approx(1.5, abs=1e-4), pytest.approx(5.5 / 4.5, abs=1e-4)]
+
+
+def test_the_training_of_the_drafter_is_followed_and_its_routine_stays_out_of_the_events():
+    model, training = RunModel(), RunFiles(Path("run"), config={"rollout": {"backend": "embedded:d2"}})
+    model.add([record(100.0, "coordinator", "drafter/servers", 2, state="training")])
+    model.add(
+        [record(100.0, "drafter.0", "drafter/buffer_bytes", 5), record(100.0, "drafter.1", "drafter/buffer_bytes", 7)]
+    )
+    model.add(
+        [record(100.0, "drafter.0", "drafter/loss", 2.5, 40), record(100.0, "drafter.0", "drafter/top3", 0.5, 40)]
+    )
+    model.add([replace(record(101.0, "drafter.0", "drafter/published", version="d40"), message="server.0,server.1")])
+    model.add([replace(record(102.0, "drafter.0", "drafter/published", version="d50"), message="")])  # nobody took it
+    model.add([record(102.0, "drafter.0", "drafter/resting"), record(102.0, "coordinator", "drafter/round_ended")])
+    view = model.view(training, 103.0)
+    [tick] = view["ticks"][:1]
+    assert (tick["servers_training"], tick["buffer_bytes"], tick["drafter_loss"], tick["drafter_top3"]) == (
+        2,
+        12,
+        2.5,
+        0.5,
+    )
+    shown = view["speculation"]
+    assert (shown["version"], shown["servers"], shown["steps"]) == ("d40", ["server.0", "server.1"], 40)
+    assert [e["name"] for e in view["events"]] == ["drafter/published", "drafter/published"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "tlt", "enabled", "train"),
+    [
+        ("embedded:d1", {"enabled": True, "train": True}, True, True),
+        ("embedded:d1", {"enabled": False, "train": False}, False, False),
+        ("sglang:d1", {"enabled": True, "train": False}, False, False),
+        ("embedded:d1", {}, False, False),  # a run of before there was such a section
+    ],
+)
+def test_the_page_knows_whether_speculation_is_off_or_has_nothing_to_show_yet(backend, tlt, enabled, train):
+    files = RunFiles(Path("run"), config={"rollout": {"backend": backend}, "tlt": tlt})
+    shown = RunModel().view(files, 1.0)["speculation"]
+    assert (shown["enabled"], shown["train"]) == (enabled, train)
+    assert shown["accept_length"] is None and shown["speedup"] is None and shown["arms"] == {}
+
+
 # ---- server and report ----
 
 

@@ -200,7 +200,8 @@ def test_kept_requests_go_on_with_their_context_and_share_it_with_nobody(folder:
 
     mixed = run_requests(scheduler, [prompt] * 3, BASE, between_steps=swap)
     for before, after in zip(old_only, mixed, strict=True):
-        assert [(s.version, s.start, s.end) for s in after.spans] == [("v0", 0, 6), ("v1", 6, 24)]
+        spans = [(s.version, s.start, s.end, s.mixed) for s in after.spans]
+        assert spans == [("v0", 0, 6, False), ("v1", 6, 24, True)]
         assert before.output_ids[:6] == after.output_ids[:6]
     assert scheduler.stats.prompt_tokens - scheduler.stats.cached_tokens > tokens_before - 1
     assert scheduler.cache.num_available == scheduler.cache.num_pages

@@ -9,6 +9,7 @@ import pytest
 
 from areal_dta.metrics import MetricRecord
 from launcher.run_files import RunFileError, RunFiles, read_run_files
+from launcher.speculation import speculation_text
 from launcher.steps import StepTable, bounding_stage, compute_seconds, mean_stage_seconds, stage_seconds
 from launcher.summary import render, summarise, summarise_records
 
@@ -169,6 +170,58 @@ def test_the_text_tells_everything_that_was_promised():
         assert part in text
     for part in ("1.20e-04", "110 tokens", "333", "update 3.00", "bounded by update", "raised 3", "restarts"):
         assert part in text
+
+
+# ---- speculation ----
+
+
+def report(proc: str, drafts: float, accepted: float, loss: float, **seconds: float) -> list[MetricRecord]:
+    """What a server publishes once a second: cumulative counters since its start."""
+    return [
+        value("tlt/accept_length", 1.0, None, proc),
+        value("tlt/draft_steps", drafts, None, proc),
+        value("tlt/accepted_tokens", accepted, None, proc),
+        value("tlt/loss_to_plain", loss, None, proc),
+        *(value("tlt/seconds", spent, None, proc, arm=arm.replace("_", "-")) for arm, spent in seconds.items()),
+        *(value("tlt/tokens", 9.0, None, proc, arm=arm.replace("_", "-")) for arm in seconds),
+    ]
+
+
+def test_speculation_is_summed_over_servers_by_the_last_report_of_each():
+    records = report("server.0", 5, 5, -0.9, off=1.0)
+    records += report("server.0", 20, 30, -0.5, off=1.0, ngram_d3_k1_v3=3.0)
+    records += report("server.1", 10, 0, 0.25, off=1.0, eagle_d4_k2_v7=3.0)
+    found = summarise_records(records, FILES)["speculation"]
+    assert found["accept_length"] == 1 + 30 / 30
+    assert found["arms"] == {"ngram-d3-k1-v3": 3 / 8, "eagle-d4-k2-v7": 3 / 8, "off": 2 / 8}
+    assert found["decode_s"] == 8.0
+    assert found["speedup"] == pytest.approx((8.0 + 0.5 * 4.0 - 0.25 * 4.0) / 8.0)
+    text = speculation_text(found)
+    assert text.startswith("accept length 2.00, 1.12 x plain decoding; time by arm: ")
+    assert "ngram-d3-k1-v3 38%" in text and "off 25%" in text
+
+
+def test_what_a_server_counted_before_its_restarts_is_kept():
+    records = [r for _ in range(3) for r in report("server.0", 20, 30, -0.5, off=1.0, ngram=1.0)]
+    records += report("server.0", 0, 0, 0.0)  # started again, nothing decoded yet
+    records += report("server.0", 4, 2, 0.0, off=0.5)
+    records += report("server.0", 1, 1, -1.0, off=0.25)  # and again
+    found = summarise_records(records, FILES)["speculation"]
+    assert found["accept_length"] == 1 + (30 + 2 + 1) / (20 + 4 + 1)
+    assert found["decode_s"] == 2.75 and found["arms"]["ngram"] == pytest.approx(1 / 2.75)
+    assert found["speedup"] == pytest.approx((2.75 + 0.5 * 2.0 + 1.0 * 0.25) / 2.75)
+
+
+def test_where_nothing_was_drafted_no_accept_length_is_claimed():
+    found = summarise_records(report("server.0", 0, 0, 0.0, off=2.0), FILES)["speculation"]
+    assert found == {"accept_length": None, "arms": {"off": 1.0}, "speedup": 1.0, "decode_s": 2.0}
+    assert speculation_text(found) == "nothing drafted, 1.00 x plain decoding; time by arm: off 100%"
+
+
+@pytest.mark.parametrize("records", [[], report("server.0", 0, 0, 0.0), [value("tlt/seconds", None, arm="off")]])
+def test_without_decoding_there_is_nothing_to_tell(records):
+    s = summarise_records(records, FILES)
+    assert s["speculation"] is None and "speculation            off" in render(s)
 
 
 # ---- the files ----

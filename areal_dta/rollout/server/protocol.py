@@ -117,7 +117,10 @@ class GenerateBody:
 
 
 def spans_json(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
-    return [{"version": s.version, "start": s.start, "end": s.end} for s in spans]
+    """SGLang's spans; ``mixed`` only where a context holds KV of an older version."""
+    return [
+        {"version": s.version, "start": s.start, "end": s.end, **({"mixed": True} if s.mixed else {})} for s in spans
+    ]
 
 
 def _spell(token: int, token_text: Callable[[int], str] | None) -> str | None:

@@ -121,11 +121,13 @@ class FinishReason:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Output tokens ``[start, end)`` were sampled by weights ``version``, their whole context computed by it too."""
+    """Output tokens ``[start, end)`` were sampled by weights ``version``, and their whole context was computed by it
+    too unless ``mixed``: then the request kept KV of an older version through an update."""
 
     version: str
     start: int
     end: int
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,10 +237,11 @@ class Sequence:
             self.constraint.accept(token)
         if self.request.sampling.penalised:
             self.counts[token] = self.counts.get(token, 0) + 1
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = VersionSpan(version, self.spans[-1].start, index + 1)
+        last = self.spans[-1] if self.spans else None
+        if last is not None and (last.version, last.mixed) == (version, self.mixed):
+            self.spans[-1] = VersionSpan(version, last.start, index + 1, self.mixed)
         else:
-            self.spans.append(VersionSpan(version, index, index + 1))
+            self.spans.append(VersionSpan(version, index, index + 1, self.mixed))
         if self.first_token is None:
             self.first_token = time.monotonic()
 

@@ -19,6 +19,7 @@ from areal_dta.drafter.tuner import Tuner, TunerSettings
 from areal_dta.metrics import Publisher
 from areal_dta.rollout.server.eagle_runtime import EagleRuntime
 from areal_dta.rollout.server.feature_recorder import FeatureRecorder, RecorderSettings
+from areal_dta.rollout.server.ngram_drafter import NgramDrafter
 from areal_dta.rollout.server.paged_attention import Span
 from areal_dta.rollout.server.scheduler import Scheduler
 from areal_dta.rollout.server.speculation import Speculator
@@ -69,7 +70,7 @@ class SpecControl:
             scheduler.rebuild((), EagleConfig.for_target(scheduler.runner.weights.config, "eagle3").hidden_layers)
         costs = StepCosts(measure_steps(lambda rows: _step_seconds(scheduler, rows)))
         tuner = Tuner(costs, available_arms(settings.arms, ("ngram",)), settings.tuner)
-        self._speculator = Speculator(scheduler.cache, tuner, NgramIndex(settings.ngram), None, recorder)
+        self._speculator = Speculator(scheduler.cache, tuner, NgramDrafter(NgramIndex(settings.ngram)), None, recorder)
         scheduler.speculator = self._speculator
         self.problem: str | None = None  # why the drafter that was asked for is not in use
         if settings.drafter is not None:

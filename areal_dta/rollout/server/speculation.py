@@ -19,11 +19,11 @@ import torch
 
 from areal_dta.drafter.arms import OFF, Arm
 from areal_dta.drafter.draft_tree import EMPTY, DraftTree
-from areal_dta.drafter.ngram import NgramIndex
 from areal_dta.drafter.tuner import Tuner
 from areal_dta.nn import DecoderWeights
 from areal_dta.rollout.server.feature_recorder import FeatureRecorder
 from areal_dta.rollout.server.kv_cache import CacheFull, KVCache
+from areal_dta.rollout.server.ngram_drafter import NgramDrafter
 from areal_dta.rollout.server.paged_attention import Span
 from areal_dta.rollout.server.sequence import Sequence as Request
 from areal_dta.rollout.server.sequence import Step
@@ -78,7 +78,7 @@ class Speculator:
         self,
         cache: KVCache,
         tuner: Tuner,
-        ngram: NgramIndex | None,
+        ngram: NgramDrafter | None,
         drafter: FeatureDrafter | None = None,
         recorder: FeatureRecorder | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -90,9 +90,6 @@ class Speculator:
         self.drafter = drafter
         self.recorder = recorder
         self._clock = clock
-        self._known: dict[Request, int] = {}  # tokens of a sequence that the n-gram index has seen
-        self._ids: dict[Request, str] = {}
-        self._next_id = 0
         self._arm = OFF
         self._context = 0
         self._started = self._drafted = 0.0
@@ -103,16 +100,17 @@ class Speculator:
         self._context = sum(len(seq.tokens) for seq in work) // len(work)
         self._arm = arm = self.tuner.choose(len(work), self._context)
         if arm == OFF:
+            if self._ngram is not None:
+                self._ngram.try_on_paper(work, self.tuner.acceptance)
             return {}
         drafter = self.drafter if arm.drafter == "eagle" else None
         slots = arm.num_verify if drafter is None else max(arm.num_verify, drafter.slots_needed(arm))
         ready = [seq for seq in work if _room(seq) > 0 and self._reserve(seq, slots)]
         if not ready:
+            self._arm = OFF  # nobody has room: a plain step
             return {}
-        if drafter is not None:
-            trees = drafter.draft(ready, arm)
-        else:
-            trees = [self._lookup(seq, arm) for seq in ready]
+        source = self._ngram if drafter is None else drafter
+        trees = [EMPTY] * len(ready) if source is None else source.draft(ready, arm)
         found = {seq: tree.trimmed(_room(seq)) for seq, tree in zip(ready, trees, strict=True)}
         self._drafted = self._clock()
         return {seq: tree for seq, tree in found.items() if len(tree)}
@@ -130,18 +128,6 @@ class Speculator:
             seq.own_pages.extend(pages)
             seq.table.extend(pages)
         return True
-
-    def _lookup(self, seq: Request, arm: Arm) -> DraftTree:
-        if self._ngram is None:
-            return EMPTY
-        if seq not in self._ids:
-            self._ids[seq] = str(self._next_id)
-            self._next_id += 1
-            self._ngram.open(self._ids[seq], seq.tokens)
-        elif self._known[seq] < len(seq.tokens):
-            self._ngram.extend(self._ids[seq], seq.tokens[self._known[seq] :])
-        self._known[seq] = len(seq.tokens)
-        return self._ngram.propose(self._ids[seq], arm.depth, arm.num_verify)
 
     def observe(self, steps: Sequence[Step], features_TF: torch.Tensor) -> None:
         """What a forward pass has computed, after the accepted KV was moved to its place."""
@@ -188,10 +174,8 @@ class Speculator:
 
     def finish(self, seq: Request) -> None:
         """``seq`` is answered; what it said helps its siblings."""
-        self._known.pop(seq, None)
-        number = self._ids.pop(seq, None)
-        if number is not None and self._ngram is not None:
-            self._ngram.close(number)
+        if self._ngram is not None:
+            self._ngram.finish(seq)
 
 
 def _room(seq: Request) -> int:

@@ -5,7 +5,7 @@
   const POLL_MS = 2000, POLL_ENDED_MS = 10000, TIMEOUT_MS = 8000, MAX_RETRY_MS = 16000;
   const byId = (id) => document.getElementById(id);
 
-  const store = { cursor: null, run: {}, now: {}, stageNames: [], steps: [], ticks: [], tickS: 0, evals: [], rejected: {}, processes: [], events: [] };
+  const store = { cursor: null, run: {}, now: {}, stageNames: [], steps: [], ticks: [], tickS: 0, evals: [], rejected: {}, speculation: {}, processes: [], events: [] };
   const rows = { steps: new Map(), ticks: new Map() };
 
   /* A view holds what changed; `full` starts over. */
@@ -16,7 +16,7 @@
     for (const tick of view.ticks) rows.ticks.set(tick.i, tick);
     Object.assign(store, {
       cursor: view.cursor, run: view.run, now: view.now, stageNames: view.stages, tickS: view.tick_s, evals: view.evals,
-      rejected: view.rejected, processes: view.processes, events: view.events,
+      rejected: view.rejected, speculation: view.speculation, processes: view.processes, events: view.events,
       steps: [...rows.steps.values()].sort((a, b) => a.step - b.step), ticks: [...rows.ticks.values()].sort((a, b) => a.i - b.i),
     });
   }
@@ -110,7 +110,8 @@
     const spec = panel.build(store);
     view.empty.hidden = spec !== null;
     view.chart.svg.style.visibility = spec ? "visible" : "hidden";
-    view.empty.textContent = `${isLive() || !store.run.status ? "Waiting for" : "This run ended before"} ${panel.awaits}.`;
+    const why = spec === null && panel.empty ? panel.empty(store) : null;
+    view.empty.textContent = why || `${isLive() || !store.run.status ? "Waiting for" : "This run ended before"} ${panel.awaits}.`;
     view.latest.replaceChildren(...(spec && panel.latest ? readings(panel.latest(store)) : []));
     view.legend.replaceChildren(...(spec ? legend(panel, spec) : []));
     const count = spec ? spec.series.reduce((n, s) => n + s.values.filter((v) => v !== null && v !== undefined).length, 0) + (spec.marks || []).length : 0;

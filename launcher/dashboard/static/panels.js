@@ -203,5 +203,5 @@
   const waiting = (text) => html("div", { class: "plot" }, html("div", { class: "empty" }, text));
   const cell = (value) => html("td", { class: "num" }, String(value));
 
-  Object.assign(window.Dash, { PANELS, BOUND_TEXT, latest, largest, percent });
+  Object.assign(window.Dash, { PANELS, BOUND_TEXT, latest, largest, percent, color, level, overTime });
 })();
