@@ -41,6 +41,7 @@ def precheck(config: Config) -> Path | None:
     ports.check_fixed(config)
     if config.prepare is None:
         _check_datasets(config)
+    _check_drafter(config)
     return _model_folder(config)
 
 
@@ -64,6 +65,14 @@ def _check_datasets(config: Config) -> None:
                 f"{where}={path!r} is no file and prepare is not set; "
                 "give a jsonl file with one prompt a line, or a prepare function"
             )
+
+
+def _check_drafter(config: Config) -> None:
+    tlt = config.tlt
+    if tlt.drafter is not None and not Path(tlt.drafter).is_dir():
+        raise ConfigError(f"tlt.drafter={tlt.drafter} is no folder; give one that a drafter was exported to, or null")
+    if tlt.draft_ids is not None and not Path(tlt.draft_ids).is_file():
+        raise ConfigError(f"tlt.draft_ids={tlt.draft_ids} is no file; give an npy file of target token ids, or null")
 
 
 def _dataset_paths(config: Config) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_dta.metrics import MetricRecord
 
-__all__ = ["SpeculationTotals", "speculation_text", "summarise_speculation"]
+__all__ = ["SpeculationTotals", "speculation_text", "summarise_drafter", "summarise_speculation", "training_text"]
 
 DRAFT_STEPS, ACCEPTED, SECONDS, LOSS = "tlt/draft_steps", "tlt/accepted_tokens", "tlt/seconds", "tlt/loss_to_plain"
 
@@ -107,3 +107,36 @@ def speculation_text(found: Mapping[str, Any] | None) -> str:
     arms = ", ".join(f"{arm} {share:.0%}" for arm, share in found["arms"].items() if share >= 0.005)
     length = "nothing drafted" if found["accept_length"] is None else f"accept length {found['accept_length']:.2f}"
     return f"{length}, {found['speedup']:.2f} x plain decoding; time by arm: {arms}"
+
+
+def summarise_drafter(records: Iterable[MetricRecord]) -> dict[str, Any] | None:
+    """How the drafter was trained; None where no worker looked for something to learn.
+
+    ``steps`` of training, ``published`` versions that at least one server took, ``version`` and held-out ``top3`` of
+    the last of them, ``longest_preempt_s`` from the arrival of work until a worker had left.
+    """
+    found: dict[str, Any] = {"steps": 0, "published": 0, "version": None, "top3": None, "longest_preempt_s": None}
+    seen, held_out = False, None
+    for record in records:
+        seen = seen or record.name == "drafter/buffer_samples"
+        if record.name == "drafter/loss":
+            found["steps"] = max(found["steps"], record.step or 0)
+        elif record.name == "drafter/held_out_top3":
+            held_out = record.value
+        elif record.name == "drafter/published" and record.message:
+            found |= {"published": found["published"] + 1, "version": record.labels.get("version"), "top3": held_out}
+        elif record.name == "drafter/preempt_s" and record.value is not None:
+            found["longest_preempt_s"] = max(found["longest_preempt_s"] or 0.0, record.value)
+    return found if seen else None
+
+
+def training_text(found: Mapping[str, Any] | None) -> str:
+    """One line for the terminal."""
+    if found is None:
+        return "off"
+    if not found["steps"]:
+        return "no step: no server was idle with enough samples"
+    accuracy = "" if found["top3"] is None else f", top-3 accuracy {found['top3']:.2f}"
+    used = f"{found['version']} in use{accuracy}" if found["published"] else "nothing published"
+    left = found["longest_preempt_s"]
+    return f"{found['steps']} steps in idle time; {used}" + ("" if left is None else f"; left within {left:.2f} s")

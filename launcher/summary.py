@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_dta.metrics import MetricRecord, last_by_label, read_metrics
 from launcher.run_files import RunFiles, read_run_files
-from launcher.speculation import speculation_text, summarise_speculation
+from launcher.speculation import speculation_text, summarise_drafter, summarise_speculation, training_text
 from launcher.steps import (
     STAGES,
     StepRow,
@@ -68,6 +68,7 @@ def summarise_records(records: Sequence[MetricRecord], files: RunFiles) -> dict[
         "dropped": counters.get("dropped") or {},
         "restarts": _restarts(records),
         "speculation": summarise_speculation(records),
+        "drafter_training": summarise_drafter(records),
         "metrics_dropped": sum(_last_by_process(records, "metrics/dropped").values()),
         "stage_s": stages,
         "step_s": _mean([value for row in trained if (value := row.largest("time/step")) is not None]),
@@ -180,6 +181,7 @@ def _lines(s: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("training tokens/s", f"{_number(s['tokens_per_s'], ',.0f')} row tokens of all ranks per second of computing"),
         ("time per step", _stage_text(s["stage_s"], s["step_s"], s["bounding_stage"])),
         ("speculation", speculation_text(s["speculation"])),
+        ("drafter training", training_text(s["drafter_training"])),
         ("trajectories", _delivery_text(s)),
         ("rejections", _counts_text(s["rejected"])),
         ("dropped as stale", _counts_text(s["dropped"])),

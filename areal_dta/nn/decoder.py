@@ -109,7 +109,7 @@ def _inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     return freq
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype in (torch.float32, torch.float64):
         return torch.rms_norm(x, weight.shape, weight, eps)
     return weight * torch.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
@@ -147,7 +147,7 @@ def decode_layer(
 ) -> torch.Tensor:
     """One layer's output (T, D); ``index`` is what ``attend`` knows the layer by."""
     x_TD = x_TD + _attention(config, layer, index, x_TD, cos_sin, attend)
-    h_TD = _rms_norm(x_TD, layer.mlp_norm_D, config.norm_eps)
+    h_TD = rms_norm(x_TD, layer.mlp_norm_D, config.norm_eps)
     gate_TF, up_TF = linear(h_TD, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
     return x_TD + linear(F.silu(gate_TF) * up_TF, layer.down, layer.down_bias)
 
@@ -156,11 +156,11 @@ def _attention(
     config: DecoderConfig, layer: LayerWeights, index: int, x_TD: torch.Tensor, cos_sin: CosSin, attend: Attend
 ) -> torch.Tensor:
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-    h_TD = _rms_norm(x_TD, layer.attn_norm_D, config.norm_eps)
+    h_TD = rms_norm(x_TD, layer.attn_norm_D, config.norm_eps)
     qkv = linear(h_TD, layer.qkv, layer.qkv_bias).view(len(x_TD), N + 2 * K, H)
     if layer.q_norm_H is not None and layer.k_norm_H is not None:
-        q_TNH = rotate(_rms_norm(qkv[:, :N], layer.q_norm_H, config.norm_eps), cos_sin)
-        k_TKH = rotate(_rms_norm(qkv[:, N : N + K], layer.k_norm_H, config.norm_eps), cos_sin)
+        q_TNH = rotate(rms_norm(qkv[:, :N], layer.q_norm_H, config.norm_eps), cos_sin)
+        k_TKH = rotate(rms_norm(qkv[:, N : N + K], layer.k_norm_H, config.norm_eps), cos_sin)
     else:
         q_TNH, k_TKH = rotate(qkv[:, : N + K], cos_sin).split((N, K), 1)
     o_TNH = attend(index, q_TNH, k_TKH, qkv[:, N + K :])
@@ -169,7 +169,7 @@ def _attention(
 
 def project_logits(weights: DecoderWeights, hidden_TD: torch.Tensor) -> torch.Tensor:
     """Final norm and vocabulary head: logits (T, V) in the model's dtype."""
-    return linear(_rms_norm(hidden_TD, weights.final_norm_D, weights.config.norm_eps), weights.head_VD)
+    return linear(rms_norm(hidden_TD, weights.final_norm_D, weights.config.norm_eps), weights.head_VD)
 
 
 def sequence_logits(weights: DecoderWeights, ids: Sequence[int]) -> torch.Tensor:

@@ -15,15 +15,29 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from areal_dta.nn.decoder import DecoderWeights, LayerWeights
 
+EXACT_ROWS = 32
+
 __all__ = ["linear", "pack", "pack_decoder", "pack_layer"]
 
 
 def linear(x_TI: torch.Tensor, matrix_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ matrix.T + bias`` (T, O) for a plain or a packed matrix."""
-    if matrix_OI.is_mkldnn:
-        out_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, matrix_OI, bias_O, "none", [], "")
-        return out_TO
-    return F.linear(x_TI, matrix_OI, bias_O)
+    if not matrix_OI.is_mkldnn:
+        return F.linear(x_TI, matrix_OI, bias_O)
+    num_rows = len(x_TI)
+    padding = _rows_computed(num_rows) - num_rows
+    if padding:
+        x_TI = F.pad(x_TI, (0, 0, 0, padding))
+    out_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, matrix_OI, bias_O, "none", [], "")
+    return out_TO[:num_rows] if padding else out_TO
+
+
+def _rows_computed(num_rows: int) -> int:
+    """oneDNN compiles and keeps code for every number of rows, about 0.4 MB each: many rows are rounded up."""
+    if num_rows <= EXACT_ROWS:
+        return num_rows
+    step = max(8, 1 << (num_rows - 1).bit_length() - 4)  # at most a quarter more
+    return -(-num_rows // step) * step
 
 
 def pack(matrix_OI: torch.Tensor) -> torch.Tensor:

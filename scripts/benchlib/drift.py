@@ -38,12 +38,12 @@ __all__ = ["add_arguments", "run"]
 class DriftSettings:
     """``rate``: learning rate of drafters; ``last_share``: of all slots, rewarded at the end."""
 
-    teach_steps: int = 300
+    teach_steps: int = 450
     first_rollouts: int = 256
     first_steps: int = 500
     rollouts: int = 64  # per update
     response_tokens: int = 72
-    curve_prompts: int = 48
+    curve_prompts: int = 96
     final_prompts: int = 192
     policy_steps: int = 6  # per update
     policy_rate: float = 1e-3
@@ -126,6 +126,7 @@ class _Bench:
         self._curves = _Curves()
         self._accept: dict[str, float] = {}
         self._converged: dict[str, Any] = {}
+        self._steps: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self._num_different = 0
 
@@ -148,14 +149,14 @@ class _Bench:
         for update in range(1, args.updates + 1):
             share = update / args.updates
             self._curves.reward.append(
-                policy.improve(self._language, rollout.docs, share, settings.policy_steps, settings.policy_rate)
+                policy.improve(self._language, rollout.docs, share, first, settings.policy_steps, settings.policy_rate)
             )
             current = policy.weights()
             actor.set_target(current, update)
             rollout = self._roll(actor, settings.rollouts, update)
             self._curves.served.append(rollout.accept_length)
             self._roll(first_site, settings.rollouts, update)
-            played = self._measure(current, frozen, self._curve_prompts, args.seed + update)
+            played = self._measure(current, frozen, self._curve_prompts, args.seed)
             self._curves.frozen.append(played.accept_length)
             docs = played.docs
             batches = samples_of(current, docs)
@@ -171,12 +172,15 @@ class _Bench:
             trained_on_first = extra.train(args.steps, {first_site.version: first})
             learning = {"adapted": weights, "extra_first": trained_on_first}
             for name, drafter in learning.items():
-                played = self._measure(current, drafter, self._curve_prompts, args.seed + update)
+                played = self._measure(current, drafter, self._curve_prompts, args.seed)
                 getattr(self._curves, name).append(played.accept_length)
                 self._num_different += sum(a != b for a, b in zip(played.docs, docs, strict=True))
             progress(self._line(update))
         actor.close()
         first_site.close()
+        first_steps = settings.first_steps
+        trained = {"adapted": adapted, "extra_first": extra}
+        self._steps = {name: s.trainer.num_steps - first_steps for name, s in trained.items()}
         self._tokens = {"adapted": adapted.num_tokens, "extra_first": extra.num_tokens - self._first_tokens}
         for name, drafter in {"frozen": frozen, **learning}.items():
             self._accept[name] = self._measure(current, drafter, self._final_prompts, 7).accept_length
@@ -285,7 +289,7 @@ class _Bench:
             "top3_drops": sum(drops),
             "top3_recoveries": sum(gains),
             "accept_length": {name: getattr(c, name) for name in ("served", "adapted", "frozen", "extra_first")},
-            "steps_per_update": self._args.steps,
+            "trained_steps": self._steps,
             "trained_tokens": {"first": self._first_tokens, **self._tokens},
             "arm": self._arm.name,
             "kind": self._args.kind,

@@ -33,6 +33,7 @@ VOCAB = FIRST_WORD + PHRASES * SLOTS * WORDS
 FOLLOW_SHARES = (0.65, 0.25, 0.10)
 END_SHARE = 0.12  # of phrases that are the last
 PROMPT_PHRASES = 2
+KL_COST = 0.1
 
 
 @dataclass(frozen=True)
@@ -132,21 +133,31 @@ class Policy:
         return value
 
     def improve(
-        self, language: Language, docs: Sequence[Document], progress: float, num_steps: int, rate: float
+        self,
+        language: Language,
+        docs: Sequence[Document],
+        progress: float,
+        first: DecoderWeights,
+        num_steps: int,
+        rate: float,
     ) -> float:
         """Policy gradient on the policy's own ``docs``; returns the reward per token before the first step.
 
         At every token the expected reward over all next words is known, so its gradient is taken, which is that of
-        sampled actions with the mean reward as baseline, without their noise.
+        sampled actions with the mean reward as baseline, without their noise. As usual, the divergence from the
+        ``first`` policy costs `KL_COST` per nat, which keeps what is not rewarded as it was.
         """
+        with torch.no_grad():
+            log_q_RV = response_rows(first, docs)[0].log_softmax(-1)
         before = 0.0
         for step in range(num_steps):
             logits_RV, ids_R, _ = self._rows(docs)
             word_R, active_R = language.rewarded(ids_R, progress)
-            reward = (logits_RV.softmax(-1).gather(1, word_R.unsqueeze(1)).squeeze(1) * active_R).mean()
+            log_p_RV = logits_RV.log_softmax(-1)
+            reward = (log_p_RV.gather(1, word_R.unsqueeze(1)).squeeze(1).exp() * active_R).mean()
             if step == 0:
                 before = float(reward.detach())
-            self._step(-reward, rate)
+            self._step(KL_COST * F.kl_div(log_q_RV, log_p_RV, reduction="batchmean", log_target=True) - reward, rate)
         return before
 
     def _rows(self, docs: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

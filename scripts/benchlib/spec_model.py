@@ -43,14 +43,14 @@ class SpecModel:
 
 def folder_model(folder: Path, drafter: Path | None, num_prompts: int, max_prompt: int) -> SpecModel:
     """A Hugging Face folder, a drafter folder and held-out tau2 prompts. Raises UsageError."""
-    # Here, because tau2 takes seconds to import and the tiny model needs none of it.
-    from experiments.drafter.prompts import make_prompts, split_tasks
-    from experiments.tau2.chat import load_tokenizer
-
     if not (folder / "config.json").is_file():
         raise UsageError(
             f"--folder {folder} holds no model; make one with python -m experiments.models.smollm2 {folder}"
         )
+    # Here, because tau2 takes seconds to import and the tiny model needs none of it.
+    from experiments.drafter.prompts import make_prompts, split_tasks
+    from experiments.tau2.chat import load_tokenizer
+
     target = load_decoder(folder, DecoderConfig.from_folder(folder), torch.float32)
     weights = None
     if drafter is not None:

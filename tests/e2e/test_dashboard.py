@@ -77,6 +77,36 @@ async def _use_keyboard(page: Page) -> None:
     assert await page.evaluate(f"{tip}.hidden")
 
 
+@pytest.mark.parametrize(
+    ("wanted", "texts"),
+    [
+        ("tlt:\n  enabled: false\n  train: false\n", {"speculation": "Off:", "arms": "Off:", "spot": "Off:"}),
+        (
+            "tlt:\n  enabled: true\n  train: false\n",
+            {"speculation": "ended before", "drafter": "no drafter"},
+        ),
+    ],
+)
+def test_panels_say_whether_speculation_is_off_or_has_nothing_to_show(tmp_path, wanted, texts):
+    write_synthetic_run(tmp_path, steps=1)
+    config, metrics = tmp_path / "config.yaml", tmp_path / "metrics.jsonl"
+    config.write_text(config.read_text().partition("tlt:")[0] + wanted)
+    kept = [line for line in metrics.read_text().splitlines(True) if '"tlt/' not in line and '"drafter/' not in line]
+    metrics.write_text("".join(kept))
+    out = tmp_path / "report.html"
+    write_report(tmp_path, out)
+
+    async def read() -> dict[str, str]:
+        async with open_page(out.as_uri(), tmp_path / "profile") as page:
+            await read_points(page)
+            shown = {name: f"document.querySelector('#panel-{name} .empty').textContent" for name in texts}
+            return {name: await page.evaluate(code) for name, code in shown.items()}
+
+    shown = asyncio.run(read())
+    for name, text in texts.items():
+        assert text in shown[name]
+
+
 def test_the_report_is_one_file_that_needs_no_network(run_dir, tmp_path):
     out = tmp_path / "report.html"
     write_report(run_dir, out)

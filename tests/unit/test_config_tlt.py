@@ -24,7 +24,7 @@ GPU_CONFIG = REPO / "experiments" / "tau2" / "qwen3_8b_airline_8gpu.yaml"
         ("tlt.arms=[medusa-d4-k2-v7]", ["tlt.arms", "medusa-d4-k2-v7"]),
         ("tlt.arms=[ngram-d7-k1-v3]", ["tlt.arms", "drafts 7 deep but verifies 3", "d <= v"]),
         ("tlt.arms=[ngram-d0-k1-v3]", ["tlt.arms", "1 <= d"]),
-        ("tlt.arms=[off,eagle-d4-k0-v7]", ["tlt.arms", "eagle-d4-k0-v7", "k >= 1"]),
+        ("tlt.arms=['off',eagle-d4-k0-v7]", ["tlt.arms", "eagle-d4-k0-v7", "k >= 1"]),
         ("tlt.arms=7", ["tlt.arms=7", "list"]),
         ("tlt.max_regret=1", ["tlt.max_regret=1", "[0, 1)"]),
         ("tlt.record_share=1.5", ["tlt.record_share=1.5", "[0, 1]"]),
@@ -35,6 +35,7 @@ GPU_CONFIG = REPO / "experiments" / "tau2" / "qwen3_8b_airline_8gpu.yaml"
         ("tlt.buffer_bytes=2Gigs", ["tlt.buffer_bytes='2Gigs'", "2GiB"]),
         ("tlt.kind=medusa", ["tlt.kind=medusa", "eagle, hass, eagle3"]),
         ("tlt.train=true tlt.enabled=false", ["tlt.train=true", "tlt.enabled=false"]),
+        ("tlt.train=true tlt.kind=eagle3", ["tlt.kind=eagle3", "tlt.kind=eagle or hass", "tlt.drafter"]),
         ("tlt.train=true tlt.min_idle_servers=2", ["tlt.min_idle_servers=2", "1 servers", "lower it"]),
         ("tlt.cores=[0,1]", ["tlt.cores=[0, 1]", "each of 1 servers"]),
         ("tlt.cores=[-1]", ["tlt.cores=[-1]", "from 0"]),
@@ -63,7 +64,8 @@ def test_speculation_is_on_and_training_off_unless_asked_for() -> None:
 
 def test_every_built_in_arm_can_be_written_into_the_file() -> None:
     names = [arm.name for arm in DEFAULT_ARMS]
-    config = load_config(QUICKSTART, [f"tlt.arms=[{','.join(names)}]"])
+    quoted = ",".join(f"'{name}'" for name in names)  # YAML reads a bare off as false
+    config = load_config(QUICKSTART, [f"tlt.arms=[{quoted}]"])
     assert tuple(Arm.parse(name) for name in config.tlt.arms) == DEFAULT_ARMS
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_dta.config import Config, load_config
+from areal_dta.config import Config, ConfigError, load_config
 from areal_dta.drafter.coordinator import CoordinatorSettings
 from areal_dta.drafter.worker import settings_from_run
 from areal_dta.records import LaunchPlan
 from launcher import cli
 from launcher import plan as planning
 from launcher.drafter_files import write_drafter_settings
+from launcher.inputs import precheck
 from launcher.supervise import LaunchFailed
 from tests.unit.test_launcher_supervise import Bench, bench, is_gone, stand_in
 
@@ -106,6 +107,15 @@ def test_a_dry_run_shows_the_processes_but_not_the_key(
     assert "sesame" not in said
 
 
+@pytest.mark.parametrize("key", ["tlt.drafter", "tlt.draft_ids"])
+def test_a_drafter_that_is_not_there_is_refused_before_anything_starts(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}=.*/none"):
+        precheck(load_config(QUICKSTART, [f"{key}={tmp_path}/none"]))
+    there = tmp_path / "there"
+    there.mkdir() if key == "tlt.drafter" else there.touch()
+    precheck(load_config(QUICKSTART, [f"{key}={there}"]))
+
+
 def test_a_run_goes_on_without_a_drafter_that_dies_again_and_again(bench: Bench, tmp_path: Path) -> None:
     """The trainer ends once both are given up for good; ends of a stop on purpose are not counted as deaths."""
     log = bench.run.metrics_file
@@ -128,8 +138,8 @@ while open({str(log)!r}).read().count("process/given_up") < 2:
 
 
 def test_the_drafter_does_not_make_other_processes_optional(bench: Bench) -> None:
-    with pytest.raises(LaunchFailed, match=r"router exited with code 7.*restart_limit=0"):
+    with pytest.raises(LaunchFailed, match=r"batcher exited with code 7.*restart_limit=0"):
         bench.supervisor("runtime.restart_limit=0").run_to_end([
             stand_in("trainer.0", "import signal; signal.pause()"), stand_in("drafter.0", "import os; os._exit(7)"),
-            stand_in("router", "import os; os._exit(7)", health=None),
+            stand_in("batcher", "import os; os._exit(7)"),
         ])  # fmt: skip

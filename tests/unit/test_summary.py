@@ -9,7 +9,7 @@ import pytest
 
 from areal_dta.metrics import MetricRecord
 from launcher.run_files import RunFileError, RunFiles, read_run_files
-from launcher.speculation import speculation_text
+from launcher.speculation import speculation_text, summarise_drafter, training_text
 from launcher.steps import StepTable, bounding_stage, compute_seconds, mean_stage_seconds, stage_seconds
 from launcher.summary import render, summarise, summarise_records
 
@@ -222,6 +222,23 @@ def test_where_nothing_was_drafted_no_accept_length_is_claimed():
 def test_without_decoding_there_is_nothing_to_tell(records):
     s = summarise_records(records, FILES)
     assert s["speculation"] is None and "speculation            off" in render(s)
+
+
+def test_the_training_of_the_drafter_is_told_by_what_came_of_it():
+    idle = [value("drafter/buffer_samples", 0, None, "drafter.0")]
+    s = summarise_records(idle, FILES)
+    assert s["drafter_training"]["steps"] == 0
+    assert "no server was idle" in training_text(s["drafter_training"])
+    trained = [value("drafter/loss", 1.0, step, "drafter.0") for step in (1, 2)]
+    trained += [value("drafter/preempt_s", seconds, None, "drafter.0") for seconds in (0.2, 0.3, 0.1)]
+    assert "nothing published; left within 0.30 s" in training_text(summarise_drafter([*idle, *trained]))
+    for step, servers in ((2, "server.0,server.1"), (3, "")):  # nobody took the second
+        trained.append(value("drafter/held_out_top3", step / 4, step, "drafter.0"))
+        labels = {"version": f"d{step}"}
+        trained.append(MetricRecord(9.0, "drafter.0", "event", "drafter/published", None, None, labels, servers))
+    text = training_text(summarise_drafter([*idle, *trained]))
+    assert text == "2 steps in idle time; d2 in use, top-3 accuracy 0.50; left within 0.30 s"
+    assert "drafter training       off" in render(summarise_records([], FILES))
 
 
 # ---- the files ----

@@ -24,6 +24,7 @@ from areal_dta.drafter.eagle import (
     draft_keys_values,
     draft_logits,
     follow_target,
+    packed,
     target_features,
     to_target_ids,
 )
@@ -54,7 +55,7 @@ class EagleRuntime:
     def __init__(self, runner: ModelRunner, weights: EagleWeights, version: str) -> None:
         self.version = version
         self._runner = runner
-        self._weights = weights
+        self._use(weights)
         self._layer = runner.weights.config.num_layers
         width = weights.config.feature_size
         self._boundary_PF = torch.zeros(
@@ -69,11 +70,16 @@ class EagleRuntime:
 
     def swap(self, weights: EagleWeights, version: str) -> None:
         """New drafter weights of the same shape; what the old ones cached stays, which costs acceptance, not truth."""
-        self._weights, self.version = follow_target(weights, self._runner.weights), version
+        self._use(follow_target(weights, self._runner.weights))
+        self.version = version
 
     def follow(self, target: DecoderWeights) -> None:
         """The target was updated: whatever the drafter has copied from it is copied again."""
-        self._weights = follow_target(self._weights, target)
+        self._use(follow_target(self._weights, target))
+
+    def _use(self, weights: EagleWeights) -> None:
+        self._weights = weights
+        self._fast = packed(weights)  # the same, for everything but filling
 
     def slots_needed(self, arm: Arm) -> int:
         return arm.top_k * (arm.depth - 1)
@@ -138,7 +144,7 @@ class EagleRuntime:
             return
         device = self._runner.weights.device
         ids_T, slots_T, positions_T = (torch.tensor(x, device=device) for x in (ids, slots, positions))
-        x_TX = draft_inputs(self._weights, self._runner.weights.embed_VD, ids_T, self._features(torch.cat(rows)))
+        x_TX = draft_inputs(self._fast, self._runner.weights.embed_VD, ids_T, self._features(torch.cat(rows)))
         k_TKH, v_TKH = draft_keys_values(self._weights, x_TX, self._runner.rotary(positions_T, max(positions) + 1))
         self._runner.kv.write(slots_T, self._layer, k_TKH, v_TKH)
 
@@ -154,7 +160,7 @@ class EagleRuntime:
         expanded = 0
         for depth in range(1, arm.depth + 1):
             f_TD = self._level(spans, ids_T, features_TD)
-            logits_TK = draft_logits(self._weights, f_TD, self._runner.weights)
+            logits_TK = draft_logits(self._fast, f_TD, self._runner.weights)
             best = (logits_TK - logits_TK.logsumexp(-1, keepdim=True)).topk(min(arm.top_k, logits_TK.shape[1]))
             tokens = to_target_ids(self._weights, best.indices).view(len(seqs), -1, best.indices.shape[1])
             frontier = builder.grow(tokens.cpu().numpy(), best.values.view(tokens.shape).cpu().numpy())
@@ -176,14 +182,14 @@ class EagleRuntime:
         return builder.best_nodes(arm.num_verify)
 
     def _features(self, rows_TF: torch.Tensor) -> torch.Tensor:
-        return target_features(self._weights, self._runner.weights, rows_TF)
+        return target_features(self._fast, self._runner.weights, rows_TF)
 
     def _level(self, spans: Sequence[Span], ids_T: torch.Tensor, features_TD: torch.Tensor) -> torch.Tensor:
         plan = plan_attention(spans, self._runner.page_size, self._runner.weights.device)
         cos_sin = self._runner.rotary(plan.positions_T, plan.max_position)
-        x_TX = draft_inputs(self._weights, self._runner.weights.embed_VD, ids_T, features_TD)
+        x_TX = draft_inputs(self._fast, self._runner.weights.embed_VD, ids_T, features_TD)
         return draft_hidden(
-            self._weights,
+            self._fast,
             x_TX,
             cos_sin,
             lambda layer, q, k, v: self._runner.kv.attend(plan, layer, q, k, v),

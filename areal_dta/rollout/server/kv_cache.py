@@ -15,6 +15,7 @@ import numpy as np
 
 __all__ = ["CacheFull", "KVCache", "Node"]
 
+RUN_PAGES = 32  # prompts of more pages are worth sorting the free ones for
 NULL_PAGE = 0  # never allocated: pads page tables, always zero
 
 
@@ -130,6 +131,8 @@ class KVCache:
             raise CacheFull(f"{count} KV pages needed, {self.num_available} of {self.num_pages} available")
         while len(self._free) < count:
             self._evict_one()
+        if count > RUN_PAGES:
+            self._free.sort(reverse=True)  # long prompts in consecutive pages are read in place
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: Sequence[int]) -> None:

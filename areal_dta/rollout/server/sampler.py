@@ -22,6 +22,7 @@ __all__ = ["Draw", "SampleRow", "draw", "gumbel_noise", "sample"]
 MASK64 = (1 << 64) - 1
 NUCLEUS_FIRST_LOOK = 256  # most nuclei are this small; sorting the whole vocabulary costs ten times more
 MIN_TEMPERATURE = 1e-5
+CACHED_VALUES = 1 << 16  # noise is made for so many values at a time on a CPU: its temporaries stay in the cache
 ALLOWED_FIRST_LOOK = 64  # candidates of a constrained row that are tried before the whole vocabulary is sorted
 
 
@@ -76,6 +77,13 @@ def _uniform(words: torch.Tensor) -> torch.Tensor:
 def gumbel_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise (B, V) in fp32 for the (seed, position) ``keys``."""
     words = [_splitmix(_splitmix(seed & MASK64) ^ position) for seed, position in keys]
+    if torch.device(device).type != "cpu":
+        return _noise(words, vocab_size, device)
+    rows = max(1, CACHED_VALUES // vocab_size)
+    return torch.cat([_noise(words[i : i + rows], vocab_size, device) for i in range(0, len(words), rows)])
+
+
+def _noise(words: Sequence[int], vocab_size: int, device: torch.device | str) -> torch.Tensor:
     first_B1 = torch.tensor([[_signed32(w)] for w in words], dtype=torch.int32, device=device)
     second_B1 = torch.tensor([[_signed32(w >> 32)] for w in words], dtype=torch.int32, device=device)
     x_BV = torch.arange(vocab_size, dtype=torch.int32, device=device) ^ first_B1
