@@ -42,11 +42,6 @@ def check_tlt(config: PPOConfig, alloc: Allocation) -> None:
         raise ConfigError(f"tlt.idle_s={tlt.idle_s} must not be negative; 0 trains in every idle moment")
     if tlt.train and not tlt.enabled:
         raise ConfigError("tlt.train=true with tlt.enabled=false: nobody would use the drafter; set one of them")
-    if tlt.train and tlt.kind == "eagle3":
-        raise ConfigError(
-            "tlt.kind=eagle3 with tlt.train=true: servers do not record all that its training needs; set "
-            "tlt.kind=eagle or hass, or give one of `python -m experiments.drafter --kind eagle3` as tlt.drafter"
-        )
     if tlt.train and tlt.min_idle_servers > alloc.dp:
         raise ConfigError(
             f"tlt.min_idle_servers={tlt.min_idle_servers} of {alloc.dp} servers can never be idle; lower it"

@@ -26,6 +26,7 @@ COMMANDS = {
     "rollout": ("scripts.benchlib.rollout", "the embedded server's engine against static batches of transformers"),
     "soak": ("scripts.benchlib.soak", "a server under mixed load for minutes; nothing may leak"),
     "spec": ("scripts.benchlib.spec", "speculative decoding against plain, every arm and the tuner"),
+    "tail": ("scripts.benchlib.tail", "a long-tailed rollout step: plain, static speculation, TLT with spot training"),
     "tree": ("scripts.benchlib.tree", "training step of the tree engine against dense rows"),
     "weights": ("scripts.benchlib.weights", "latency of weight updates and the pause they cause, per path"),
 }

@@ -73,6 +73,11 @@ class ArmStats:
         """Of tokens nothing is known any more; latencies stay what they were."""
         self._keep([])
 
+    def forget_latencies(self) -> None:
+        """Of the pace nothing is known any more."""
+        self._latencies.clear()
+        self._cached = None
+
     @property
     def latency(self) -> float:
         """Median relative latency; needs ``count`` > 0."""

@@ -41,7 +41,8 @@ class LearnerSettings:
 
 
 class Learner:
-    """``target_folders``: where folders of policy versions are found, each with its manifest."""
+    """``target_folders``: where folders of policy versions are found, each with its manifest; the first is the model
+    itself, which may have none and is then version ``start_version``."""
 
     def __init__(
         self,
@@ -50,9 +51,11 @@ class Learner:
         target_folders: Sequence[Path],
         settings: LearnerSettings,
         seed: int,
+        start_version: str = "",
     ) -> None:
         self.trainer, self.reader = trainer, reader
         self._folders, self._settings = list(target_folders), settings
+        self._start_version = start_version
         self._rng = random.Random(seed)
         self._micro_tokens = settings.first_micro_tokens
         self._heads: OrderedDict[str, FrozenTarget] = OrderedDict()
@@ -70,7 +73,8 @@ class Learner:
         self._places = {v: p for v, p in self._places.items() if v in versions and p.exists()}
         for version in versions:
             if version not in self._places and version not in self._refused:
-                folder = find_version(self._folders, version)
+                is_start = version == self._start_version
+                folder = self._folders[0] if is_start else find_version(self._folders, version)
                 if folder is not None:
                     self._places[version] = folder
         ready = self._ready()

@@ -31,6 +31,9 @@ YOUNG_STEPS = 64  # of plain decoding; so long a bucket tries what even the pess
 PROVEN_STEPS = 32  # with fewer, bad luck may hide what the pooled acceptance knows
 MARGIN = 1.01  # a rival must be this much faster before the arm in use is left
 RESERVE = 0.25  # of the budget, for the error of the estimates that it is kept with
+# Plain decoding is measured again after so many steps without it, then after twice as many, up to `stale_steps`: what it
+# took in a slow hour would make every arm look good for ever.
+RECHECK_STEPS = 64
 MIN_GAIN = 1.03  # an arm that cannot be this much faster is not worth a trial
 # Budgets count recent time only, or a gain of long ago would pay for a loss today. A bound that holds for exponentially
 # weighted sums at every step holds for the plain sums as well.
@@ -69,6 +72,8 @@ class _Bucket:
     best: Arm = OFF
     trial: Arm | None = None
     trial_left: int = 0
+    since_plain: int = 0  # steps since the last plain one
+    recheck_after: int = RECHECK_STEPS
     total: _Account = field(default_factory=_Account)
     recent: _Account = field(default_factory=_Account)
 
@@ -119,12 +124,20 @@ class Tuner:
         bucket = self._bucket(batch, context_tokens)
         if bucket.count(OFF) < settings.min_steps and bucket.best == OFF:
             return OFF
-        if bucket.trial is not None and bucket.trial_left and self._affordable(bucket, bucket.trial, batch):
-            return bucket.trial
+        trial = bucket.trial if bucket.trial_left else None
+        if trial is not None and (trial == OFF or self._affordable(bucket, trial, batch)):
+            return trial
         bucket.trial, bucket.trial_left = None, 0
+        if bucket.since_plain >= bucket.recheck_after:
+            bucket.recheck_after = min(2 * bucket.recheck_after, settings.stale_steps)
+            bucket.stats(OFF).forget_latencies()
+            bucket.trial, bucket.trial_left = OFF, settings.min_steps
+            return OFF
         bucket.best = self._best(bucket)
         if bucket.best != OFF and bucket.recent.plain_loss_s > settings.max_regret * bucket.recent.seconds:
             bucket.best = OFF  # it looked faster than it was
+        if bucket.best == OFF:
+            bucket.recheck_after = RECHECK_STEPS
         is_drawn = self._random.random() < settings.epsilon
         if is_drawn or (bucket.best == OFF and bucket.count(OFF) < YOUNG_STEPS):
             bucket.trial = self._promising(bucket, batch, only_sure=not is_drawn)
@@ -164,6 +177,7 @@ class Tuner:
         unit_s = self.costs.prior_s(batch)
         tokens = num_tokens / batch
         stats = bucket.stats(arm)
+        bucket.since_plain = 0 if arm == OFF else bucket.since_plain + 1
         bucket.book(seconds, *self._losses(bucket, arm, batch, tokens, seconds))
         if stats.add(self._step, tokens, seconds, None if switched else seconds / unit_s):
             self.new_version(arm.drafter)  # nobody said so, but its acceptance is another

@@ -72,6 +72,7 @@ class WorkerSettings:
     threads: int = 1
     nice: int = 10
     cores: tuple[int, ...] = ()
+    start_version: str = ""  # what servers call the model in the first of the folders, which has no manifest
     lease_s: float = 1.0
     tail_share: float = 0.25
     recency: float = 0.7
@@ -113,6 +114,7 @@ def settings_from_run(run_dir: Path, index: int) -> WorkerSettings:
         "checkpoints": str(folder / "checkpoints"),
         "drafters": str(folder / "versions"),
         "target_folders": [str(run_dir / "model"), str(run_dir / "weights")],
+        "start_version": f"{plan.epoch}:0",
         "cores": cores[index] if index < len(cores) else [],
     }
     return WorkerSettings.from_dict({**own, **raw})
@@ -131,7 +133,7 @@ def build(settings: WorkerSettings, publisher: metrics.Publisher) -> tuple[SpotT
     target = FrozenTarget.load(model, "start").weights
     trainer = DrafterTrainer(_first_weights(settings, model, publisher), target, settings.learning_rate)
     folders = [Path(f) for f in settings.target_folders]
-    learner = Learner(trainer, reader, folders, settings.learner, settings.seed)
+    learner = Learner(trainer, reader, folders, settings.learner, settings.seed, settings.start_version)
     checkpoint = AsyncCheckpoint(Path(settings.checkpoints))
     checkpoint.prepare(trainer.state_dict())
     drafters = DrafterPublisher(Path(settings.drafters), settings.servers, publisher, settings.api_key)

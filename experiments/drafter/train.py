@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_dta.drafter.draft_vocab import count_tokens, covered_share, frequent_tokens
 from areal_dta.drafter.eagle import EagleWeights, init_weights
-from areal_dta.drafter.eagle_config import EagleConfig
+from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig
 from areal_dta.drafter.eagle_files import write_drafter
 from areal_dta.drafter.losses import DraftScores
 from areal_dta.drafter.packing import DraftSample, PackedBatch, pack
@@ -121,8 +121,8 @@ def train(
     report: Report = print,
     start: EagleWeights | None = None,
 ) -> Trained:
-    """Train and write the drafter to ``out``; ``work`` holds the state. ``start``: a drafter to go on from, whose kind
-    and vocabulary are kept."""
+    """Train and write the drafter to ``out``; ``work`` holds the state. ``start``: a drafter to go on from, whose
+    vocabulary is kept; eagle and hass are the same network, so the one may become the other. Raises DrafterMismatch."""
     return _Training(target, samples, held_out, out, work, settings, report, start).run()
 
 
@@ -141,7 +141,7 @@ class _Training:
         self._settings, self._report, self._target = settings, report, target
         self._samples, self._out, self._work = list(samples), out, work
         self._held_out = pack([_in_fp32(s) for s in held_out], settings.batch_tokens)
-        self._start = start or _untrained(target, samples, settings)
+        self._start = _untrained(target, samples, settings) if start is None else _of_kind(start, settings.kind)
         said_V = count_tokens((s.ids_T[s.loss_start + 1 :].numpy() for s in held_out), target.config.vocab_size)
         ids_Vd = self._start.draft_ids_Vd
         self._covered = 1.0 if ids_Vd is None else covered_share(said_V, ids_Vd.numpy())
@@ -262,6 +262,12 @@ def _untrained(target: DecoderWeights, samples: Sequence[DraftSample], settings:
     ids_Vd = None if full else choose_vocabulary(samples, target, settings.draft_vocab)
     config = EagleConfig.for_target(target.config, settings.kind, 0 if full else settings.draft_vocab)
     return init_weights(config, target, torch.Generator().manual_seed(settings.seed), ids_Vd)
+
+
+def _of_kind(start: EagleWeights, kind: str) -> EagleWeights:
+    if start.config.kind != kind and "eagle3" in (start.config.kind, kind):
+        raise DrafterMismatch(f"a drafter of kind {start.config.kind} cannot go on as {kind}; leave --start out")
+    return replace(start, config=replace(start.config, kind=kind))
 
 
 def _in_fp32(sample: DraftSample) -> DraftSample:

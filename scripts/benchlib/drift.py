@@ -56,11 +56,11 @@ class DriftSettings:
 
 
 QUICK = DriftSettings(
-    teach_steps=40,
+    teach_steps=25,
     first_rollouts=24,
     first_steps=20,
     rollouts=16,
-    response_tokens=16,
+    response_tokens=10,
     curve_prompts=8,
     final_prompts=16,
     batch_tokens=256,

@@ -2,10 +2,11 @@
 
 Documents are a topic and phrases; a phrase is a row of slots, each filled with one of five words of its own, the usual
 one mostly. Which phrases may follow depends on the phrase before and on the topic, named once at the start. The reward
-is for the rarest word of a slot, in a set of slots that grows with every update, so that every update changes the
-policy at new places as well as making it surer at old ones.
+is for the two rarest words of a slot, in a set of slots that grows with every update, so that every update changes the
+policy at new places.
 
-Legend of shape suffixes: B sequences, L length (filled up on the right), R rows that count, V vocabulary, D hidden.
+Legend of shape suffixes: B sequences, L length (filled up on the right), R rows that count, V vocabulary, W words,
+D hidden.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ __all__ = ["EOS", "VOCAB", "Document", "Language", "Policy", "hidden_states", "p
 
 PAD, EOS = 0, 1
 TOPICS, PHRASES, SLOTS = 4, 20, 6
-WORD_SHARES = (0.70, 0.10, 0.08, 0.07, 0.05)
+WORD_SHARES = (0.70, 0.10, 0.08, 0.06, 0.06)
 WORDS = len(WORD_SHARES)
+NUM_REWARDED = 2  # of a slot's words, the last ones: rare at first, outside the first policy's top 3
 FIRST_WORD = 2 + TOPICS
 VOCAB = FIRST_WORD + PHRASES * SLOTS * WORDS
 FOLLOW_SHARES = (0.65, 0.25, 0.10)
@@ -76,13 +78,14 @@ class Language:
         yield EOS
 
     def rewarded(self, ids: torch.Tensor, progress: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """After each token of ``ids``: the word that would be rewarded, and whether any is (inside a phrase, at a slot
-        that is in the rewarded set after the share ``progress`` of all updates)."""
+        """After each token of ``ids``: the words (R, `NUM_REWARDED`) that would be rewarded, and whether any is (inside a
+        phrase, at a slot that is in the rewarded set after the share ``progress`` of all updates)."""
         slot = torch.div(ids - FIRST_WORD, WORDS, rounding_mode="floor")
         inside = (ids >= FIRST_WORD) & ((slot + 1) % SLOTS != 0)
         following = torch.where(inside, slot + 1, 0)
         active = self._rank[following] < progress * self._last_share * len(self._rank)
-        return FIRST_WORD + following * WORDS + WORDS - 1, inside & active
+        words = torch.arange(WORDS - NUM_REWARDED, WORDS)
+        return FIRST_WORD + following.unsqueeze(-1) * WORDS + words, inside & active
 
 
 class Policy:
@@ -152,9 +155,9 @@ class Policy:
         before = 0.0
         for step in range(num_steps):
             logits_RV, ids_R, _ = self._rows(docs)
-            word_R, active_R = language.rewarded(ids_R, progress)
+            words_RW, active_R = language.rewarded(ids_R, progress)
             log_p_RV = logits_RV.log_softmax(-1)
-            reward = (log_p_RV.gather(1, word_R.unsqueeze(1)).squeeze(1).exp() * active_R).mean()
+            reward = (log_p_RV.gather(1, words_RW).exp().sum(1) * active_R).mean()
             if step == 0:
                 before = float(reward.detach())
             self._step(KL_COST * F.kl_div(log_q_RV, log_p_RV, reduction="batchmean", log_target=True) - reward, rate)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from areal_dta.drafter.arms import Arm
-from areal_dta.drafter.eagle import EagleWeights, draft_hidden, draft_inputs, draft_logits
+from areal_dta.drafter.eagle import EagleWeights, draft_hidden, draft_inputs, draft_logits, packed
 from areal_dta.rollout.server.paged_attention import Span, find_shared, plan_attention
 from areal_dta.rollout.server.sampler import SampleRow, sample
 from areal_dta.rollout.server.scheduler import Scheduler
@@ -106,11 +106,12 @@ def measure_table(
     widths = sorted({1, *(arm.top_k for arm in arms if arm.drafter == "eagle")})
     forward: Table = {}
     level: Table = {}
+    fast = None if drafter is None else packed(drafter)
     for batch in sorted({1 << i for i in range(max(batches).bit_length())} | set(batches)):
         with _tables(scheduler, prompts[:batch], max(rows[-1], widths[-1])) as tables:
             forward[batch] = {r: _best(_step(scheduler, tables, r), repeats) for r in rows if batch * r <= MAX_ROWS}
-            if drafter is not None:
-                level[batch] = {k: _best(_level(scheduler, drafter, tables, k), repeats) for k in widths}
+            if fast is not None:
+                level[batch] = {k: _best(_level(scheduler, fast, tables, k), repeats) for k in widths}
     vocab_size = scheduler.runner.weights.config.vocab_size
     draw_s = {t: _best(_draw(vocab_size, t), max(3, repeats)) for t in temperatures}
     return StepTable(forward, level, draw_s)

@@ -130,7 +130,7 @@ def score_gap(
 async def _generate(
     session: aiohttp.ClientSession, url: str, prompt: Sequence[int], length: int, seed: int, temperature: float
 ) -> Answer:
-    sampling = {"max_new_tokens": length, "ignore_eos": True, "temperature": temperature, "sampling_seed": seed}
+    sampling = {"max_new_tokens": length, "min_new_tokens": length, "temperature": temperature, "sampling_seed": seed}
     status, answer = await post(session, f"{url}/generate", {"input_ids": list(prompt), "sampling_params": sampling})
     if status != 200:
         raise ServerError(f"{url} answered {status}: {answer!r:.500}")

@@ -83,7 +83,7 @@ class Sink:
     """Collects what the processes publish."""
 
     def __init__(self) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.records: list[MetricRecord] = []
         self._stopping = False

@@ -37,7 +37,8 @@ def plot_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def result(plot_path: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return drift.run(arguments("--updates", str(UPDATES), "--steps", "6", "--quick", "--svg", str(plot_path)))
+    given = ("--updates", str(UPDATES), "--steps", "6", "--arm", "eagle-d2-k2-v3", "--quick", "--svg", str(plot_path))
+    return drift.run(arguments(*given))
 
 
 def test_every_update_is_reported(result: dict[str, Any]) -> None:
@@ -57,7 +58,7 @@ def test_ratios_are_those_of_the_accept_lengths(result: dict[str, Any]) -> None:
     assert result["ratio"] == result["adapted"] / result["frozen"]
     assert result["of_converged"] == result["adapted"] / result["converged"]
     assert result["converged"] == max(found["accept_length"] for found in result["converged_runs"].values())
-    assert all(1 <= result[name] <= 5 for name in ("start", "frozen", "adapted", "extra_first", "converged"))
+    assert all(1 <= result[name] <= 3 for name in ("start", "frozen", "adapted", "extra_first", "converged"))
 
 
 def test_what_a_policy_says_does_not_depend_on_the_drafter(result: dict[str, Any]) -> None:
@@ -93,9 +94,9 @@ def test_rewarded_slots_only_grow_and_are_followed_by_nothing_at_a_phrase_end() 
     counts = []
     before = torch.zeros(VOCAB, dtype=torch.bool)
     for progress in (0.0, 0.3, 0.6, 1.0):
-        word, active = language.rewarded(ids, progress)
+        words, active = language.rewarded(ids, progress)
         assert bool((active >= before).all())
-        assert bool((word < VOCAB).all())
+        assert bool((words < VOCAB).all())
         before = active
         counts.append(int(active.sum()))
     assert counts[0] == 0

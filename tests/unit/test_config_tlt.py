@@ -35,7 +35,6 @@ GPU_CONFIG = REPO / "experiments" / "tau2" / "qwen3_8b_airline_8gpu.yaml"
         ("tlt.buffer_bytes=2Gigs", ["tlt.buffer_bytes='2Gigs'", "2GiB"]),
         ("tlt.kind=medusa", ["tlt.kind=medusa", "eagle, hass, eagle3"]),
         ("tlt.train=true tlt.enabled=false", ["tlt.train=true", "tlt.enabled=false"]),
-        ("tlt.train=true tlt.kind=eagle3", ["tlt.kind=eagle3", "tlt.kind=eagle or hass", "tlt.drafter"]),
         ("tlt.train=true tlt.min_idle_servers=2", ["tlt.min_idle_servers=2", "1 servers", "lower it"]),
         ("tlt.cores=[0,1]", ["tlt.cores=[0, 1]", "each of 1 servers"]),
         ("tlt.cores=[-1]", ["tlt.cores=[-1]", "from 0"]),

@@ -113,12 +113,15 @@ def test_a_server_whose_drafter_does_not_fit_serves_without_it_and_says_why(mode
     assert control.snapshot()["problem"] is None
 
 
-def test_recorded_samples_hold_every_position_of_their_sequence_by_one_version(model: Path, tmp_path: Path):
+@pytest.mark.parametrize("eagle3", [False, True])
+def test_recorded_samples_hold_every_position_of_their_sequence_by_one_version(
+    eagle3: bool, model: Path, tmp_path: Path
+):
     """Fp64 sampling of the same seeds with everything in between: retractions, weight updates, prefix hits."""
     requests = mixed_requests(16, 320, seed=5)
     plain = run_all(make_scheduler(model, torch.float64), requests, 4)
     scheduler = make_scheduler(model, torch.float64, max_total_tokens=400, max_prefill_tokens=24, page_size=8)
-    settings = SpecSettings(buffer=tmp_path / "buffer", recorder=RecorderSettings(max_tokens=64))
+    settings = SpecSettings(buffer=tmp_path / "buffer", recorder=RecorderSettings(max_tokens=64), eagle3=eagle3)
     control = SpecControl(scheduler, settings)
 
     def disturb(step: int) -> None:
@@ -138,7 +141,10 @@ def test_recorded_samples_hold_every_position_of_their_sequence_by_one_version(m
         places = [(a, at) for a in answers for at in range(len(a)) if a[at : at + len(ids)] == ids]
         assert places, "the sample's tokens are consecutive tokens of a sequence"
         expected = [hidden_states(dense, a[: at + len(ids)])[at:] for a, at in places]
-        error = min(float((sample.features_TF.double() - e).abs().max()) for e in expected)
+        hidden_TD = sample.features_TF if sample.hidden_TD is None else sample.hidden_TD
+        assert (sample.hidden_TD is not None) == eagle3
+        assert sample.features_TF.shape[1] == hidden_TD.shape[1] * (3 if eagle3 else 1)
+        error = min(float((hidden_TD.double() - e).abs().max()) for e in expected)
         assert error < 5e-3 * float(expected[0].abs().max())  # float16
         assert sample.loss_end == len(ids)
 

@@ -114,6 +114,17 @@ def test_training_goes_on_where_it_was_stopped(model: Path, work: Path, capsys: 
     assert manifest.weight_version == f"eagle-{report['num_steps']}"
 
 
+def test_an_eagle_drafter_goes_on_as_hass_but_not_as_eagle3(model: Path, work: Path, tmp_path: Path) -> None:
+    first = ["--steps", "train", "--seconds", "0", "--work", str(work)]
+    out = tmp_path / "first"
+    assert main([*arguments(model, work, *first), "--out", str(out)]) == 0
+    more = [*first, "--start", str(out), "--out", str(tmp_path / "second")]
+    assert main(arguments(model, work, *more, "--kind", "hass")) == 0
+    target = load_decoder(model, DecoderConfig.from_folder(model), torch.float32)
+    assert read_drafter(tmp_path / "second", target)[0].config.kind == "hass"
+    assert main(arguments(model, work, *more, "--kind", "eagle3")) == 1
+
+
 def test_nothing_to_train_on_is_an_error_that_says_so(model: Path, tmp_path: Path) -> None:
     assert main(arguments(model, tmp_path, "--steps", "train")) == 1
     with pytest.raises(NoSamples, match="collect some first"):

@@ -21,6 +21,7 @@ from areal_dta import metrics
 from areal_dta.config import Config, load_run_config
 from areal_dta.drafter.arms import DEFAULT_ARMS, Arm
 from areal_dta.drafter.ngram import NgramLimits
+from areal_dta.drafter.publish import newest_drafter
 from areal_dta.drafter.reporter import ServerReporter
 from areal_dta.drafter.tuner import TunerSettings
 from areal_dta.nn import DecoderConfig, UnsupportedModel, WeightsMismatch, load_decoder
@@ -101,9 +102,10 @@ def _run_speculation(config: Config, run_dir: Path, index: int) -> SpecSettings 
     tlt = config.tlt
     if not tlt.enabled:
         return None
+    trained = newest_drafter(run_dir / "drafter" / "versions") if tlt.train else None  # of before a restart
     return SpecSettings(
         arms=tuple(Arm.parse(name) for name in tlt.arms) or DEFAULT_ARMS,
-        drafter=None if tlt.drafter is None else Path(tlt.drafter),
+        drafter=trained or (None if tlt.drafter is None else Path(tlt.drafter)),
         tuner=TunerSettings(max_regret=tlt.max_regret, max_batch=tlt.max_batch, seed=config.seed + index),
         ngram=NgramLimits(max_tokens=tlt.ngram_tokens),
         buffer=run_dir / "drafter" / f"buffer.{index}" if tlt.train else None,

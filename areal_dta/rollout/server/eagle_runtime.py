@@ -55,7 +55,7 @@ class EagleRuntime:
     def __init__(self, runner: ModelRunner, weights: EagleWeights, version: str) -> None:
         self.version = version
         self._runner = runner
-        self._use(weights)
+        self._use(follow_target(weights, runner.weights))
         self._layer = runner.weights.config.num_layers
         width = weights.config.feature_size
         self._boundary_PF = torch.zeros(
@@ -99,7 +99,7 @@ class EagleRuntime:
         for step in steps:
             track = self._tracks.get(step.seq)
             if track is None:
-                track = self._tracks[step.seq] = self._new_track(step)
+                track = self._tracks[step.seq] = self._new_track(step.seq, step.start)
             lo, hi = step.rows[0], step.rows[-1] + 1
             track.rows.append(features_TF[lo:hi] if hi - lo == len(step.rows) else features_TF[step.rows])
             track.end += len(step.rows)
@@ -108,11 +108,11 @@ class EagleRuntime:
         if full:
             self._fill(full)
 
-    def _new_track(self, step: Step) -> _Track:
-        if step.start == 0:
+    def _new_track(self, seq: Request, start: int) -> _Track:
+        if start == 0:
             return _Track(-1, [self._zero_1F], 0, 0)
-        page = step.seq.table[step.start // self._runner.page_size - 1]
-        return _Track(step.start - 1, [self._boundary_PF[page : page + 1]], step.start, step.start)
+        page = seq.table[start // self._runner.page_size - 1]
+        return _Track(start - 1, [self._boundary_PF[page : page + 1]], start, start)
 
     def forget(self, seq: Request) -> None:
         if seq in self._tracks:
@@ -151,6 +151,9 @@ class EagleRuntime:
     @torch.inference_mode()
     def draft(self, seqs: Sequence[Request], arm: Arm) -> list[DraftTree]:
         """Expand ``arm.depth`` levels of ``arm.top_k`` nodes per sequence below its pending token."""
+        for seq in seqs:
+            if seq not in self._tracks:  # admitted in this very step, all but its last token found in the cache
+                self._tracks[seq] = self._new_track(seq, seq.num_computed)
         self._fill(seqs)
         builder = TreeBuilder(len(seqs), arm.top_k)
         device = self._runner.weights.device

@@ -1,6 +1,6 @@
 """Keeps what the target computed for a share of the sequences, as training data for its drafter.
 
-Legend of shape suffixes: T rows of a forward pass, F features.
+Legend of shape suffixes: T rows of a forward pass, F features, D hidden.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class _Record:
 
     start: int
     rows: list[torch.Tensor] = field(default_factory=list)
+    hidden_rows: list[torch.Tensor] = field(default_factory=list)  # where the features are something else
     num_tokens: int = 0
 
 
@@ -59,7 +60,7 @@ class FeatureRecorder:
         self._version = version
         self._num_updates += 1
 
-    def observe(self, steps: Sequence[Step], features_TF: torch.Tensor) -> None:
+    def observe(self, steps: Sequence[Step], hidden_TD: torch.Tensor, features_TF: torch.Tensor) -> None:
         for step in steps:
             seq = step.seq
             if not self._chosen(seq):
@@ -69,6 +70,8 @@ class FeatureRecorder:
                 record = self._records[seq] = _Record(step.start)
             # A copy: a view would keep the whole step's features alive.
             record.rows.append(features_TF[step.rows].to("cpu", torch.float16))
+            if features_TF is not hidden_TD:
+                record.hidden_rows.append(hidden_TD[step.rows].to("cpu", torch.float16))
             record.num_tokens += len(step.rows)
             if record.num_tokens >= self._settings.max_tokens:
                 self._write(seq, finished=False)
@@ -98,6 +101,7 @@ class FeatureRecorder:
             Sample(
                 ids_T=torch.tensor(seq.tokens[record.start : end], dtype=torch.int32),
                 features_TF=torch.cat(record.rows)[-self._settings.max_tokens :],
+                hidden_TD=torch.cat(record.hidden_rows)[-self._settings.max_tokens :] if record.hidden_rows else None,
                 loss_start=first - record.start,
                 loss_end=record.num_tokens,
                 policy_version=self._version,

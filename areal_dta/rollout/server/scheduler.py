@@ -175,7 +175,7 @@ class Scheduler:
         if trees:
             self._keep_accepted(steps, accepted)
         if self.speculator is not None:
-            self.speculator.observe(steps, features_TF)
+            self.speculator.observe(steps, hidden_TD, features_TF)
             if decoding:
                 self.speculator.end_step(work, trees, accepted, drawn)
         for seq, reason in finished:

@@ -68,7 +68,8 @@ class SpecControl:
             recorder = FeatureRecorder(self._writer, settings.recorder, scheduler.version)
         if settings.eagle3:
             scheduler.rebuild((), EagleConfig.for_target(scheduler.runner.weights.config, "eagle3").hidden_layers)
-        costs = StepCosts(measure_steps(lambda rows: _step_seconds(scheduler, rows)))
+        fitting = [rows for rows in (1, 2, 4, 8, 16, 32, 64) if rows <= scheduler.capacity_tokens]
+        costs = StepCosts(measure_steps(lambda rows: _step_seconds(scheduler, rows), fitting))
         tuner = Tuner(costs, available_arms(settings.arms, ("ngram",)), settings.tuner)
         self._speculator = Speculator(scheduler.cache, tuner, NgramDrafter(NgramIndex(settings.ngram)), None, recorder)
         scheduler.speculator = self._speculator

@@ -129,12 +129,12 @@ class Speculator:
             seq.table.extend(pages)
         return True
 
-    def observe(self, steps: Sequence[Step], features_TF: torch.Tensor) -> None:
+    def observe(self, steps: Sequence[Step], hidden_TD: torch.Tensor, features_TF: torch.Tensor) -> None:
         """What a forward pass has computed, after the accepted KV was moved to its place."""
         if self.drafter is not None:
             self.drafter.observe(steps, features_TF)
         if self.recorder is not None:
-            self.recorder.observe(steps, features_TF)
+            self.recorder.observe(steps, hidden_TD, features_TF)
 
     def end_step(self, work: Sequence[Request], trees: Trees, accepted: dict[Request, list[int]], drawn: int) -> None:
         """A decoding step is over: ``drawn`` tokens, of which ``accepted`` were drafted."""
@@ -155,6 +155,8 @@ class Speculator:
         self.stats.tokens_by_arm[self._arm.name] += drawn
         rows = len(work) + sum(len(tree) for tree in trees.values())
         drafting_s = self._drafted - self._started
+        if drawn < len(work):
+            return  # a prompt was only scored: the step does not show what decoding yields
         self.tuner.record(self._arm, len(work), self._context, drawn, seconds, by_depth, drafting_s, rows)
 
     def new_target(self, weights: DecoderWeights, version: str) -> None:
