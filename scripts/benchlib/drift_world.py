@@ -130,7 +130,7 @@ class Policy:
             docs = [Document(d, 1) for d in language.documents(16, rng)]
             logits_RV, _, next_R = self._rows(docs)
             loss = F.cross_entropy(logits_RV, next_R)
-            self._step(loss, rate * (1 - 0.95 * step / num_steps))
+            self._step(loss, rate * (1 - 0.95 * step / num_steps), list(self._tensors.values()))
             value = float(loss.detach())
         self._optimizer.state.clear()
         return value
@@ -144,7 +144,7 @@ class Policy:
         num_steps: int,
         rate: float,
     ) -> float:
-        """Policy gradient on the policy's own ``docs``; returns the reward per token before the first step.
+        """Policy gradient on the layers with the policy's own ``docs``; the reward per token before the first step.
 
         At every token the expected reward over all next words is known, so its gradient is taken, which is that of
         sampled actions with the mean reward as baseline, without their noise. As usual, the divergence from the
@@ -152,7 +152,7 @@ class Policy:
         """
         with torch.no_grad():
             log_q_RV = response_rows(first, docs)[0].log_softmax(-1)
-        before = 0.0
+        before, layers = 0.0, [t for name, t in self._tensors.items() if ".layers." in name]
         for step in range(num_steps):
             logits_RV, ids_R, _ = self._rows(docs)
             words_RW, active_R = language.rewarded(ids_R, progress)
@@ -160,15 +160,15 @@ class Policy:
             reward = (log_p_RV.gather(1, words_RW).exp().sum(1) * active_R).mean()
             if step == 0:
                 before = float(reward.detach())
-            self._step(KL_COST * F.kl_div(log_q_RV, log_p_RV, reduction="batchmean", log_target=True) - reward, rate)
+            self._step(KL_COST * F.kl_div(log_q_RV, log_p_RV, reduction="batchmean", log_target=True) - reward, rate, layers)
         return before
 
     def _rows(self, docs: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return response_rows(build_decoder(self._tensors, self._config, torch.float32), docs)
 
-    def _step(self, loss: torch.Tensor, rate: float) -> None:
+    def _step(self, loss: torch.Tensor, rate: float, trained: list[torch.Tensor]) -> None:
         self._optimizer.zero_grad()
-        loss.backward()
+        loss.backward(inputs=trained)
         self._optimizer.param_groups[0]["lr"] = rate
         self._optimizer.step()
 
