@@ -11,27 +11,15 @@ from areal_dta.config_schema_check import ConfigError
 __all__ = ["check_tlt"]
 
 _ARM = re.compile(r"off|(ngram|eagle)-d(\d+)-k(\d+)-v(\d+)")
+_WITH_SGLANG = ("enabled", "drafter", "arms", "max_batch", "max_regret")
 
 
 def check_tlt(config: PPOConfig, alloc: Allocation) -> None:
     """Raises ConfigError naming the key: settings without effect, or that no server could follow."""
     tlt = config.tlt
     if alloc.backend != "embedded":
-        changed = [key for key in vars(tlt) if getattr(tlt, key) != getattr(TltConfig(), key) and key != "enabled"]
-        if changed:
-            raise ConfigError(
-                f"tlt.{changed[0]} has no effect with rollout.backend={config.rollout.backend}; SGLang's speculation "
-                "is set by sglang.speculative_* flags"
-            )
-        return
-    for arm in tlt.arms:
-        match = _ARM.fullmatch(arm)
-        if match is None:
-            raise ConfigError(f"tlt.arms: {arm!r} is not off or DRAFTER-dDEPTH-kTOPK-vVERIFY, as eagle-d4-k2-v7")
-        if match[1] and not 1 <= int(match[2]) <= int(match[4]):
-            raise ConfigError(f"tlt.arms: {arm!r} drafts {match[2]} deep but verifies {match[4]}; it needs 1 <= d <= v")
-        if match[1] and int(match[3]) < 1:
-            raise ConfigError(f"tlt.arms: {arm!r} expands no node; it needs k >= 1")
+        _check_sglang(config)
+    _check_arms(tlt)
     if not 0 <= tlt.max_regret < 1:
         raise ConfigError(f"tlt.max_regret={tlt.max_regret} must lie in [0, 1)")
     if not 0 <= tlt.record_share <= 1:
@@ -50,3 +38,31 @@ def check_tlt(config: PPOConfig, alloc: Allocation) -> None:
         raise ConfigError(f"tlt.cores={list(tlt.cores)} must be numbers of CPU cores, from 0")
     if tlt.cores and len(tlt.cores) != alloc.dp:
         raise ConfigError(f"tlt.cores={list(tlt.cores)} must name one core for each of {alloc.dp} servers, or be empty")
+
+
+def _check_sglang(config: PPOConfig) -> None:
+    tlt, backend = config.tlt, config.rollout.backend
+    for key in (key for key in vars(tlt) if getattr(tlt, key) != getattr(TltConfig(), key)):
+        if key not in _WITH_SGLANG:
+            raise ConfigError(
+                f"tlt.{key} has no effect with rollout.backend={backend}: SGLang takes a drafter (tlt.drafter); its "
+                "other speculation is set by sglang.speculative_* flags"
+            )
+        if key not in ("enabled", "drafter") and tlt.drafter is None:
+            raise ConfigError(
+                f"tlt.{key} has no effect with rollout.backend={backend} without tlt.drafter: SGLang has no n-gram "
+                "drafts from here"
+            )
+    if tlt.arms and not any(arm.startswith("eagle-") for arm in tlt.arms):
+        raise ConfigError(f"tlt.arms={list(tlt.arms)} has no eagle strategy, the only ones that SGLang can run")
+
+
+def _check_arms(tlt: TltConfig) -> None:
+    for arm in tlt.arms:
+        match = _ARM.fullmatch(arm)
+        if match is None:
+            raise ConfigError(f"tlt.arms: {arm!r} is not off or DRAFTER-dDEPTH-kTOPK-vVERIFY, as eagle-d4-k2-v7")
+        if match[1] and not 1 <= int(match[2]) <= int(match[4]):
+            raise ConfigError(f"tlt.arms: {arm!r} drafts {match[2]} deep but verifies {match[4]}; it needs 1 <= d <= v")
+        if match[1] and int(match[3]) < 1:
+            raise ConfigError(f"tlt.arms: {arm!r} expands no node; it needs k >= 1")

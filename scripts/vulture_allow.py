@@ -21,7 +21,7 @@ _.recompute_granularity, _.recompute_method, _.recompute_num_layers
 _.forward_only
 _.connect_engine, _.onload, _.get_device_stats, _.poll_wait_time
 # tau2, tokenizers and http.server call or read these
-_.get_init_state, _.pre_tokenizer, _.do_POST, _.log_message
+_.get_init_state, _.pre_tokenizer, _.do_GET, _.do_POST, _.log_message
 # records that are written out whole (JSON, HF config), or read by the dashboard's script
 _.worst_parameter, _.recomputed_tokens, _.num_messages, _.last_exit
 _.intermediate_size, _.num_hidden_layers, _.num_attention_heads, _.num_key_value_heads, _.max_position_embeddings

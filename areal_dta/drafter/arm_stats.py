@@ -86,9 +86,9 @@ class ArmStats:
     def speed(self) -> tuple[float, float]:
         """Estimate and its standard error; needs ``count`` > 0."""
         if self._cached is None:
-            size, times = len(self._tokens), sorted(self._latencies)
-            mean, median = statistics.fmean(self._tokens), statistics.median(times)
-            spread = _deviation(self._tokens, mean) / math.sqrt(size) / mean
+            tokens, times = tuple(self._tokens), sorted(self._latencies)  # copies: a snapshot may ask on another thread
+            mean, median = statistics.fmean(tokens), statistics.median(times)
+            spread = _deviation(tokens, mean) / math.sqrt(len(tokens)) / mean
             quartiles = times[(3 * len(times)) // 4] - times[len(times) // 4]
             wobble = 0.93 * quartiles / median / math.sqrt(len(times))  # of a median: 1.25 sigma / sqrt(n)
             self._cached = mean / median, mean / median * math.hypot(spread, wobble)

@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_dta.nn.model_config import DecoderConfig, RopeSpec
 
-__all__ = ["CONFIG_FILE", "KINDS", "DrafterMismatch", "EagleConfig", "target_digest"]
+__all__ = ["CONFIG_FILE", "KINDS", "DrafterMismatch", "EagleConfig", "sglang_obstacles", "target_digest"]
 
 KINDS = ("eagle", "hass", "eagle3")
 CONFIG_FILE = "drafter.json"
@@ -168,6 +168,22 @@ class EagleConfig:
         if not isinstance(raw, dict):
             raise DrafterMismatch(f"{path} holds a {type(raw).__name__}, not an object; export the drafter again")
         return cls.from_dict(raw)
+
+
+def sglang_obstacles(config: EagleConfig) -> tuple[str, ...]:
+    """Why SGLang's EAGLE classes cannot run this drafter as it is; empty when they can."""
+    found = []
+    if config.qk_norm:
+        found.append("q/k-norm")
+    if config.mlp_bias:
+        found.append("MLP biases")
+    if config.is_eagle3 and (config.qkv_bias or config.out_bias):
+        found.append("attention biases of an eagle3 drafter")
+    if not config.is_eagle3 and config.trains_head:
+        found.append("a trained head (EAGLE takes the target's; EAGLE-3 has its own)")
+    if config.is_eagle3 and config.draft_vocab_size and not config.trains_head:
+        found.append("a reduced vocabulary without a head of its own in an eagle3 drafter")
+    return tuple(found)
 
 
 def target_digest(target: DecoderConfig) -> str:

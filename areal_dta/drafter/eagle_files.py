@@ -24,29 +24,15 @@ import torch
 from safetensors.torch import save_file
 
 from areal_dta.drafter.eagle import EagleWeights, check_draft_ids
-from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig
+from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig, sglang_obstacles
 from areal_dta.nn.decoder import DecoderWeights, LayerWeights
 from areal_dta.nn.loading import WeightsMismatch, read_tensors
-from areal_dta.weights import TornWeights, VersionManifest, seal_version, verify
+from areal_dta.weights import TornWeights, VersionManifest, read_manifest, seal_version, verify
 
 __all__ = ["expected_tensors", "read_drafter", "sglang_obstacles", "write_drafter"]
 
 Shape = tuple[int, ...]
 TOKEN_MAP = "token_map.pt"
-
-
-def sglang_obstacles(config: EagleConfig) -> tuple[str, ...]:
-    """Why SGLang's EAGLE classes cannot run this drafter as it is; empty when they can."""
-    found = []
-    if config.qk_norm:
-        found.append("q/k-norm")
-    if config.mlp_bias:
-        found.append("MLP biases")
-    if config.is_eagle3 and (config.qkv_bias or config.out_bias):
-        found.append("attention biases of an eagle3 drafter")
-    if not config.is_eagle3 and config.trains_head:
-        found.append("a trained head (EAGLE takes the target's; EAGLE-3 has its own)")
-    return tuple(found)
 
 
 def expected_tensors(config: EagleConfig) -> dict[str, Shape]:
@@ -202,9 +188,11 @@ def read_drafter(
     try:
         manifest = verify(folder, expected_digest)
         tensors = read_tensors(folder)
+        config = EagleConfig.read(folder)
+        if read_manifest(folder) != manifest:
+            raise TornWeights("it was replaced while it was read; ask for the new version again")
     except (TornWeights, WeightsMismatch, OSError) as error:
         raise DrafterMismatch(f"{folder} holds no drafter that can be loaded: {error}") from error
-    config = EagleConfig.read(folder)
     config.check_target(target.config)
     _check(folder, tensors, config)
     return _from_files(tensors, config, target, dtype or target.dtype), manifest

@@ -1,15 +1,21 @@
 """Put a newly trained drafter before the rollout servers: a sealed folder, then a request to each of them.
 
 Runs on a thread of its own, so that training goes on. A server that refuses or is away keeps the drafter it has; that
-is reported and nothing more.
+is reported and nothing more. By hand: ``python -m areal_dta.drafter.publish FOLDER URL...`` (``AREAL_DTA_API_KEY``: the
+servers' key); with SGLang not while the policy is being updated.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
+import os
 import shutil
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,10 +26,11 @@ from areal_dta.drafter.eagle_files import write_drafter
 from areal_dta.metrics import Publisher
 from areal_dta.weights import TornWeights, VersionManifest, verify
 
-__all__ = ["DrafterPublisher", "newest_drafter"]
+__all__ = ["DrafterPublisher", "main", "newest_drafter", "put_drafter"]
 
 log = logging.getLogger(__name__)
 PREFIX = "drafter_"
+SGLANG_ALGORITHM = "AREAL_DTA_"  # how the algorithms begin with which an SGLang takes a drafter alone
 
 
 class DrafterPublisher:
@@ -83,11 +90,10 @@ class DrafterPublisher:
     def announce(self, folder: Path, manifest: VersionManifest) -> None:
         """Tell every server about ``folder``, all at once; each has ``timeout_s``. Refusals are reported."""
         start_s = time.monotonic()
-        body = {"model_path": str(folder), "drafter_version": manifest.weight_version, "digest": manifest.digest}
 
         def tell(url: str) -> str:
             try:
-                post_json(f"{url.rstrip('/')}/update_drafter_from_disk", body, self._api_key, self._timeout_s)
+                put_drafter(url, folder, manifest, self._api_key, self._timeout_s)
             except (OSError, ValueError) as error:
                 return str(error)
             return "ok"
@@ -104,6 +110,41 @@ class DrafterPublisher:
         self._metrics.emit("drafter/publish_s", time.monotonic() - start_s, version=manifest.weight_version)
 
 
+def put_drafter(
+    url: str, folder: Path, manifest: VersionManifest, api_key: str | None = None, timeout_s: float = 10.0
+) -> None:
+    """Give the drafter in ``folder`` to one server, embedded or SGLang; raises OSError, or ValueError if it refuses."""
+    url = url.rstrip("/")
+    body = {"model_path": str(folder), "drafter_version": manifest.weight_version, "digest": manifest.digest}
+    try:
+        post_json(f"{url}/update_drafter_from_disk", body, api_key, timeout_s)
+    except ValueError as error:
+        if "answered 404" not in str(error):
+            raise
+        _put_into_sglang(url, folder, api_key, timeout_s)
+
+
+def _put_into_sglang(url: str, folder: Path, api_key: str | None, timeout_s: float) -> None:
+    """With our plugin a drafter's folder reaches the drafter only; otherwise the policy would be loaded from it."""
+    request = urllib.request.Request(f"{url}/server_info", headers={"Authorization": f"Bearer {api_key or ''}"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=timeout_s) as response:
+        info = json.load(response)
+    algorithm = info.get("speculative_algorithm")
+    if not str(algorithm).startswith(SGLANG_ALGORITHM):
+        raise ValueError(
+            f"SGLang {info.get('version')} at {url} takes a drafter at its start only (speculative_algorithm is "
+            f"{algorithm}); start it again with tlt.drafter={folder}"
+        )
+    # Not paused, it would first let all running requests end, and hold new ones meanwhile.
+    post_json(f"{url}/pause_generation", {"mode": "in_place"}, api_key, timeout_s)
+    try:
+        body = {"model_path": str(folder), "flush_cache": False}
+        post_json(f"{url}/update_weights_from_disk", body, api_key, timeout_s)
+    finally:
+        post_json(f"{url}/continue_generation", {}, api_key, timeout_s)
+
+
 def drafter_folders(root: Path) -> list[Path]:
     return sorted(p for p in root.glob(f"{PREFIX}*") if p.is_dir())
 
@@ -118,3 +159,31 @@ def newest_drafter(root: Path) -> Path | None:
             continue
         return folder
     return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Give one drafter to servers; exit code 1 when one of them does not take it, 2 when there is none."""
+    parser = argparse.ArgumentParser(prog="python -m areal_dta.drafter.publish", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("url", nargs="+")
+    parser.add_argument("--timeout-s", type=float, default=60.0)
+    args = parser.parse_args(argv)
+    try:
+        manifest = verify(args.folder)
+    except (TornWeights, OSError) as error:
+        print(f"{args.folder} holds no drafter: {error}", file=sys.stderr)
+        return 2
+    refused = 0
+    for url in args.url:
+        try:
+            put_drafter(url, args.folder.absolute(), manifest, os.environ.get("AREAL_DTA_API_KEY"), args.timeout_s)
+        except (OSError, ValueError) as error:
+            print(f"{url} keeps its drafter: {error}", file=sys.stderr)
+            refused = 1
+        else:
+            print(f"{url} has {manifest.weight_version}")
+    return refused
+
+
+if __name__ == "__main__":
+    sys.exit(main())

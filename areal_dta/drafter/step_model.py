@@ -16,6 +16,7 @@ from areal_dta.drafter.arms import Arm
 
 __all__ = ["Acceptance", "StepCosts", "measure_steps"]
 
+RATIO_AGE = 1000  # steps of any size after which a measured one no longer shows the machine's pace
 RATIO_WINDOW = 16  # measured against predicted steps remembered per size
 # Sequences' worth of evidence that the prior is given.
 OPTIMIST_WEIGHT = 10.0
@@ -46,7 +47,9 @@ class StepCosts:
         self._rows = sorted(points)
         self._seconds = [points[r] for r in self._rows]
         self._shares = DRAFT_SHARES | dict(draft_shares or {})
-        self._ratios: dict[int, dict[int, deque[float]]] = {}  # context bucket -> octave of rows -> measured / prior
+        # Context bucket -> octave of rows -> (step, measured / prior).
+        self._ratios: dict[int, dict[int, deque[tuple[int, float]]]] = {}
+        self._step = 0
         self._recent: deque[float] = deque(maxlen=2 * RATIO_WINDOW)  # the same of steps of any size
         self._draft_ratios: dict[str, deque[float]] = {}
         self._fills: dict[tuple[str, int], float] = {}  # share of an arm's rows that its drafter really fills
@@ -86,7 +89,8 @@ class StepCosts:
         octaves = self._ratios.setdefault(context, {})
         window = octaves.setdefault(round(math.log2(rows)), deque(maxlen=RATIO_WINDOW))
         ratio = max(seconds - drafted_s, 0.05 * seconds) / self.prior_s(rows)
-        window.append(ratio)
+        self._step += 1
+        window.append((self._step, ratio))
         self._recent.append(ratio)
         if draft_seconds is not None and arm.depth:
             ratios = self._draft_ratios.setdefault(arm.drafter, deque(maxlen=RATIO_WINDOW))
@@ -109,7 +113,8 @@ class StepCosts:
         octaves = self._ratios[min(self._ratios, key=lambda c: abs(c - context))]
         nearest = octaves[min(octaves, key=lambda o: abs(o - math.log2(num_rows)))]
         # Two votes for what steps of any size say: the first steps of a size may be outliers.
-        return statistics.median((*nearest, *[statistics.median(self._recent)] * 2))
+        known = [ratio for step, ratio in nearest if self._step - step < RATIO_AGE]
+        return statistics.median((*known, *[statistics.median(self._recent)] * 2))
 
 
 class Acceptance:

@@ -29,10 +29,11 @@ CONTEXT_EDGES = (1024, 4096, 16384)  # tokens of a sequence, by powers of four
 OUTLIER = 4.0  # a step this many times slower than its arm's is booked as if it were only that much slower
 YOUNG_STEPS = 64  # of plain decoding; so long a bucket tries what even the pessimist recommends without drawing lots
 PROVEN_STEPS = 32  # with fewer, bad luck may hide what the pooled acceptance knows
+SWITCH_STEPS = 4  # a drafter that was idle for longer has to catch up
 MARGIN = 1.01  # a rival must be this much faster before the arm in use is left
 RESERVE = 0.25  # of the budget, for the error of the estimates that it is kept with
-# Plain decoding is measured again after so many steps without it, then after twice as many, up to `stale_steps`: what it
-# took in a slow hour would make every arm look good for ever.
+# Plain decoding is measured again after so many steps without it, then after twice as many, up to `stale_steps`: after
+# a slow minute in which it was measured, every arm would look good for ever.
 RECHECK_STEPS = 64
 MIN_GAIN = 1.03  # an arm that cannot be this much faster is not worth a trial
 # Budgets count recent time only, or a gain of long ago would pay for a loss today. A bound that holds for exponentially
@@ -105,7 +106,7 @@ class Tuner:
         self._random = random.Random(self.settings.seed)
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._arms: tuple[Arm, ...] = ()
-        self._last: Arm | None = None
+        self._used: dict[str, int] = {}  # drafter -> the last step it drafted in
         self._step = 0
         self.set_arms(arms)
 
@@ -119,7 +120,7 @@ class Tuner:
     def choose(self, batch: int, context_tokens: int) -> Arm:
         """The arm for a step of ``batch`` sequences of ``context_tokens`` each (their mean)."""
         settings = self.settings
-        if settings.max_batch is not None and batch > settings.max_batch:
+        if len(self._arms) == 1 or (settings.max_batch is not None and batch > settings.max_batch):
             return OFF
         bucket = self._bucket(batch, context_tokens)
         if bucket.count(OFF) < settings.min_steps and bucket.best == OFF:
@@ -144,6 +145,7 @@ class Tuner:
             if bucket.trial is not None:
                 if self._is_stale(bucket.stats(bucket.trial)):
                     bucket.stats(bucket.trial).forget_tokens()
+                    bucket.stats(bucket.trial).forget_latencies()
                 # Long enough to be trusted afterwards, if it pays its way: every step must stay affordable.
                 unproven = settings.min_steps + 1 - bucket.count(bucket.trial)
                 bucket.trial_left = max(settings.burst_steps, unproven)
@@ -169,9 +171,10 @@ class Tuner:
         bucket = self._bucket(batch, context_tokens)
         if accepted_by_depth is not None and arm != OFF:
             self.acceptance.learn(arm, batch, accepted_by_depth)
-        # The first step after a switch pays for the drafter's catching up: a cost of switching, not of the arm.
-        switched = arm not in (OFF, self._last)
-        self._last = arm
+        # The first step after a switch pays for the drafter's catching up: a cost of switching, not of the arm. Buckets
+        # that take turns are no switch: little is to be caught up, and none of their steps would ever count.
+        switched = arm != OFF and self._step - self._used.get(arm.drafter, -SWITCH_STEPS) > SWITCH_STEPS
+        self._used[arm.drafter] = self._step
         if not switched:
             self.costs.observe(arm, batch, bucket.context, seconds, draft_seconds, num_rows)
         unit_s = self.costs.prior_s(batch)
@@ -201,8 +204,9 @@ class Tuner:
         """For metrics: shares of steps and accept length by arm, loss estimates, and the table of buckets."""
         totals: dict[Arm, list[float]] = {}
         table = []
-        for bucket in sorted(self._buckets.values(), key=lambda b: (b.batch, b.context)):
-            for arm, stats in bucket.arms.items():
+        buckets = sorted(self._buckets.values(), key=lambda b: (b.batch, b.context))  # copies: others may ask, too
+        for bucket in buckets:
+            for arm, stats in list(bucket.arms.items()):
                 sums = totals.setdefault(arm, [0.0, 0.0, 0.0])
                 for i, value in enumerate((stats.num_steps, stats.num_tokens, stats.seconds)):
                     sums[i] += value
@@ -214,18 +218,18 @@ class Tuner:
                     "seconds": bucket.total.seconds,
                     "trial_loss_s": bucket.total.trial_loss_s,
                     "plain_loss_s": bucket.total.plain_loss_s,
-                    "speeds": {a.name: s.speed()[0] for a, s in bucket.arms.items() if s.count},
+                    "speeds": {a.name: s.speed()[0] for a, s in list(bucket.arms.items()) if s.count},
                 }
             )
         num_steps = max(self._step, 1)
-        seconds = max(sum(b.total.seconds for b in self._buckets.values()), 1e-9)
+        seconds = max(sum(b.total.seconds for b in buckets), 1e-9)
         return {
             "steps": self._step,
             "share": {a.name: sums[0] / num_steps for a, sums in totals.items()},
             "time_share": {a.name: sums[2] / seconds for a, sums in totals.items()},
-            "accept_length": {a.name: sums[1] / sums[0] for a, sums in totals.items()},
-            "regret": sum(b.total.trial_loss_s for b in self._buckets.values()) / seconds,
-            "loss_to_plain": sum(b.total.plain_loss_s for b in self._buckets.values()) / seconds,
+            "accept_length": {a.name: sums[1] / sums[0] for a, sums in totals.items() if sums[0]},
+            "regret": sum(b.total.trial_loss_s for b in buckets) / seconds,
+            "loss_to_plain": sum(b.total.plain_loss_s for b in buckets) / seconds,
             "buckets": table,
         }
 
@@ -237,6 +241,8 @@ class Tuner:
 
     def _losses(self, bucket: _Bucket, arm: Arm, batch: int, tokens: float, seconds: float) -> tuple[float, float]:
         """Seconds that a step lost against the best arm (if it was a trial) and against plain decoding."""
+        if arm == OFF and not bucket.trial_left:
+            return 0.0, 0.0
         seconds = min(seconds, OUTLIER * self._usual_s(bucket, arm, batch))
         unit_s, trial_loss_s, plain_loss_s = self.costs.prior_s(batch), 0.0, 0.0
         if arm != OFF and bucket.count(OFF):
@@ -307,7 +313,7 @@ class Tuner:
 
     def _usual_s(self, bucket: _Bucket, arm: Arm, batch: int) -> float:
         """Seconds of a step: measured here, or predicted from other sizes."""
-        if bucket.count(arm) < self.settings.min_steps:
+        if bucket.count(arm) < self.settings.min_steps or self._is_stale(bucket.stats(arm)):
             return self.costs.step_s(arm, batch, bucket.context)
         return bucket.stats(arm).latency * self.costs.prior_s(batch)
 

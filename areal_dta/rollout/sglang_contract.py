@@ -19,6 +19,8 @@ _CHAT_TOKEN_IDS = (0, 5, 17)
 _VERSION_SPANS = (0, 5, 19)
 _UPDATE_SESSIONS = (0, 5, 21)
 _FLUSH_UNDER_RETRACTED = (0, 5, 21)
+_DISK_REACHES_DRAFTER = (0, 5, 11)
+_PLUGINS = (0, 5, 21)
 _REMOVED_FLAGS = {"--torchao-config": (0, 5, 18), "--cuda-graph-max-bs": (0, 5, 20), "--cuda-graph-bs": (0, 5, 20)}
 
 
@@ -29,7 +31,9 @@ class Contract:
     ``chat_token_ids``: ``return_token_ids`` of chat requests. ``update_sessions``: group updates must stand between
     ``/begin_weight_update`` and ``/end_weight_update``; ``optional_sessions``: they may. ``flush_under_retracted``: an
     update may drop the old KV while retracted requests wait; without it such an update ends the server's scheduler.
-    ``removed_flags``: keys of AReaL's ``sglang`` section that the release takes no more.
+    ``removed_flags``: keys of AReaL's ``sglang`` section that the release takes no more. ``disk_reaches_drafter``: an
+    update of the policy from disk is loaded into a drafter as well. ``plugins``: takes our plugin, with which updates
+    from disk go to the policy or to the drafter, and the tuner sets the number of drafting steps.
     """
 
     name: str
@@ -39,6 +43,8 @@ class Contract:
     flush_under_retracted: bool
     optional_sessions: bool = False
     removed_flags: tuple[str, ...] = ()
+    disk_reaches_drafter: bool = False
+    plugins: bool = False
 
     @property
     def update_pause(self) -> str:
@@ -76,6 +82,8 @@ def contract_of(version: str) -> Contract:
         update_sessions=number >= _UPDATE_SESSIONS,
         flush_under_retracted=number >= _FLUSH_UNDER_RETRACTED,
         removed_flags=tuple(flag for flag, since in _REMOVED_FLAGS.items() if number >= since),
+        disk_reaches_drafter=number >= _DISK_REACHES_DRAFTER,
+        plugins=number >= _PLUGINS,
     )
 
 

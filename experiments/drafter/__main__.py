@@ -111,7 +111,6 @@ def _train(args: argparse.Namespace, target: DecoderWeights, prompts: dict[str, 
         load_samples(
             args.work / side,
             args.kind,
-            target.config.hidden_size,
             prompts[side],
             args.context,
             learn_prompts=side == "train" and not args.answers_only,

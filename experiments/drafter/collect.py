@@ -1,12 +1,10 @@
 """Answers of a model to prompts with what it computed for them, by the embedded server's scheduler in this process.
 
-Every sample holds a sequence's tokens and features: the outputs of three layers (what eagle3 reads) and of the last one
-(what eagle and hass read, and every kind's teacher), so one collection serves all kinds. A prefix that the server's
-cache had is left out of a sample, as it was not computed again.
+Every sample holds a sequence's tokens, the outputs of three layers (what eagle3 reads) and the hidden states (what
+eagle and hass read, and every kind's teacher), so one collection serves all kinds. A prefix that the server's cache had
+is left out of a sample, as it was not computed again.
 
 Collecting can be stopped at any time; a repeated call goes on with the first request that was not finished.
-
-Legend of shape suffixes: none; tensors are the recorder's.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from areal_dta.rollout.server.sequence import Sequence as ServerSequence
 from areal_dta.rollout.server.speculation import Speculator
 from experiments.drafter.prompts import Prompt
 
-__all__ = ["CollectSettings", "Collected", "PlainOnly", "collect", "recorded_layers"]
+__all__ = ["CollectSettings", "Collected", "PlainOnly", "collect"]
 
 DONE_FILE = "requests.jsonl"
 REPORT_EVERY_S = 20.0
@@ -71,12 +69,6 @@ class PlainOnly:
         """Nothing to forget."""
 
 
-def recorded_layers(target: DecoderWeights) -> tuple[int, ...]:
-    """The layers that eagle3 reads by default, and the last."""
-    low_to_high = EagleConfig.for_target(target.config, "eagle3", 0).hidden_layers
-    return (*low_to_high, target.config.num_layers - 1)
-
-
 def collect(
     target: DecoderWeights,
     version: str,
@@ -91,7 +83,7 @@ def collect(
     longest = max(len(p.ids) for group in prompts for p in group) + settings.max_new_tokens
     limits = SchedulerLimits(max_batch=settings.batch, max_total_tokens=(settings.batch + 8) * longest)
     scheduler = Scheduler(target, version, limits)
-    scheduler.rebuild((), recorded_layers(target))
+    scheduler.rebuild((), EagleConfig.for_target(target.config, "eagle3", 0).hidden_layers)
     writer = BufferWriter(folder, settings.budget_bytes, queue_samples=4 * settings.batch)
     recorder = FeatureRecorder(writer, RecorderSettings(max_tokens=longest), version)
     scheduler.speculator = Speculator(scheduler.cache, PlainOnly(), None, None, recorder)  # type: ignore[arg-type]

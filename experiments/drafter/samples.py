@@ -3,7 +3,7 @@
 A server computes a prefix that requests share once, so most recorded sequences begin in the middle of their prompt. The
 prompts say what came before, and the features of that are taken from whoever computed them.
 
-Legend of shape suffixes: T tokens, F recorded features (three layers' outputs and the last one's), D hidden.
+Legend of shape suffixes: T tokens, F features (three layers' outputs, or the hidden states), D hidden.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ class NoSamples(ValueError):
 
 @dataclass(frozen=True)
 class _Whole:
-    """A prompt with the features of all its tokens."""
+    """A prompt with what was computed for all its tokens."""
 
     ids_T: torch.Tensor
     features_TF: torch.Tensor
+    hidden_TD: torch.Tensor | None
 
 
 def load_samples(
-    folder: Path, kind: str, hidden_size: int, prompts: Iterable[Prompt], context: int, learn_prompts: bool = False
+    folder: Path, kind: str, prompts: Iterable[Prompt], context: int, learn_prompts: bool = False
 ) -> list[DraftSample]:
     """What `collect` left in ``folder``, each answer after ``context`` tokens of its prompt. Raises NoSamples.
 
@@ -47,17 +48,18 @@ def load_samples(
         by_length[len(prompt.ids)].append(torch.tensor(prompt.ids, dtype=torch.int32))
     wholes: dict[bytes, _Whole] = {}
     found = []
-    samples = [_of_kind(read_sample(entry), kind, hidden_size) for entry in list_entries(folder)]
+    samples = [_of_kind(read_sample(entry), kind) for entry in list_entries(folder)]
     for sample in sorted(samples, key=_missing):  # whoever lacks less was the first to compute the rest
         missing = _missing(sample)
         if missing > 0:
             sample = _completed(sample, missing, by_length[sample.prompt_tokens], list(wholes.values()))
         if _missing(sample) == 0:
             ids_T = sample.ids_T[: sample.prompt_tokens]
-            features_TF = sample.features_TF[: sample.prompt_tokens]
-            wholes.setdefault(ids_T.numpy().tobytes(), _Whole(ids_T, features_TF))
+            hidden_TD = None if sample.hidden_TD is None else sample.hidden_TD[: sample.prompt_tokens]
+            whole = _Whole(ids_T, sample.features_TF[: sample.prompt_tokens], hidden_TD)
+            wholes.setdefault(ids_T.numpy().tobytes(), whole)
         first = max(1, missing + 1) if learn_prompts and _missing(sample) == 0 else sample.loss_start
-        found.append(_cut(sample, min(first, sample.loss_start), context, hidden_size))
+        found.append(_cut(sample, min(first, sample.loss_start), context))
     if not found:
         raise NoSamples(f"{folder} holds no samples; collect some first")
     return found
@@ -68,9 +70,11 @@ def _missing(sample: Sample) -> int:
     return sample.prompt_tokens - 1 - sample.loss_start
 
 
-def _of_kind(sample: Sample, kind: str, hidden_size: int) -> Sample:
-    """Keep the features that the kind needs: eagle3 all of them, the others the hidden states."""
-    return sample if kind == "eagle3" else replace(sample, features_TF=sample.features_TF[:, -hidden_size:].clone())
+def _of_kind(sample: Sample, kind: str) -> Sample:
+    """eagle3 needs all that was recorded, the others the hidden states."""
+    if kind == "eagle3" or sample.hidden_TD is None:
+        return sample
+    return replace(sample, features_TF=sample.hidden_TD, hidden_TD=None)
 
 
 def _completed(sample: Sample, missing: int, prompts: list[torch.Tensor], wholes: list[_Whole]) -> Sample:
@@ -87,20 +91,21 @@ def _completed(sample: Sample, missing: int, prompts: list[torch.Tensor], wholes
         sample,
         ids_T=torch.cat((start_T, sample.ids_T)),
         features_TF=torch.cat((whole.features_TF[:missing], sample.features_TF)),
+        hidden_TD=None
+        if whole.hidden_TD is None or sample.hidden_TD is None
+        else torch.cat((whole.hidden_TD[:missing], sample.hidden_TD)),
         loss_start=sample.loss_start + missing,
         loss_end=sample.loss_end + missing,
     )
 
 
-def _cut(sample: Sample, first: int, context: int, hidden_size: int) -> DraftSample:
+def _cut(sample: Sample, first: int, context: int) -> DraftSample:
     start = max(0, min(sample.loss_start - context, first - 1))
-    features_TF = sample.features_TF[start:]
-    split = features_TF.shape[1] > hidden_size
     # Copies: views would keep whole prompts in memory.
     return DraftSample(
         ids_T=sample.ids_T[start:].clone(),
-        features_TF=(features_TF[:, :-hidden_size] if split else features_TF).clone(),
+        features_TF=sample.features_TF[start:].clone(),
         loss_start=first - start,
         loss_end=sample.loss_end - start,
-        hidden_TD=features_TF[:, -hidden_size:].clone() if split else None,
+        hidden_TD=None if sample.hidden_TD is None else sample.hidden_TD[start:].clone(),
     )

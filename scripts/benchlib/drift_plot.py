@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import ceil, floor, log10
 
 __all__ = ["Line", "Panel", "svg"]
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 240, 56, 28, 180, 28
 COLOURS = ("#1f5fa8", "#c0392b", "#7f8c8d", "#27864a")
-TICKS = 4
+MAX_TICKS = 8
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ def _panel(panel: Panel, offset: float) -> str:
         )
 
     out = [f'<text x="{LEFT}" y="{offset + 16:g}" font-weight="bold">{escape(panel.title)}</text>']
-    for i in range(TICKS + 1):
-        value, x_value = y_lo + (y_hi - y_lo) * i / TICKS, x_lo + (x_hi - x_lo) * i / TICKS
-        (_, y), (x, _) = place(x_lo, value), place(x_value, y_lo)
+    for value in _ticks(y_lo, y_hi):
+        y = place(x_lo, value)[1]
         out.append(f'<path d="M{LEFT} {y:.1f}H{right}" stroke="#ddd"/>')
-        out.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>')
-        out.append(f'<text x="{x:.1f}" y="{bottom + 14:g}" text-anchor="middle">{x_value:.3g}</text>')
+        out.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+    for value in _ticks(x_lo, x_hi):
+        out.append(f'<text x="{place(value, y_lo)[0]:.1f}" y="{bottom + 14:g}" text-anchor="middle">{value:.4g}</text>')
     for i, line in enumerate(panel.lines):
         colour = COLOURS[i % len(COLOURS)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line.points))
@@ -69,3 +70,10 @@ def _range(values: Sequence[float], margin: float) -> tuple[float, float]:
     low, high = min(values), max(values)
     room = (high - low) * margin or (0.0 if high > low else 0.5)
     return low - room, high + room
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers in the range."""
+    size = 10 ** floor(log10((high - low) / MAX_TICKS))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor * MAX_TICKS >= high - low)
+    return [i * step for i in range(ceil(low / step), floor(high / step) + 1)]

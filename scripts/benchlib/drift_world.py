@@ -78,7 +78,7 @@ class Language:
         yield EOS
 
     def rewarded(self, ids: torch.Tensor, progress: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """After each token of ``ids``: the words (R, `NUM_REWARDED`) that would be rewarded, and whether any is (inside a
+        """After each token of ``ids``: the words (R, W) that would be rewarded, and whether any is (inside a
         phrase, at a slot that is in the rewarded set after the share ``progress`` of all updates)."""
         slot = torch.div(ids - FIRST_WORD, WORDS, rounding_mode="floor")
         inside = (ids >= FIRST_WORD) & ((slot + 1) % SLOTS != 0)
@@ -89,7 +89,7 @@ class Language:
 
 
 class Policy:
-    """A decoder of 0.2 million parameters with its optimiser; `weights` is a copy that later steps leave alone."""
+    """A decoder of 0.15 million parameters with its optimiser; `weights` is a copy that later steps leave alone."""
 
     def __init__(self, seed: int, hidden_size: int = 64, num_layers: int = 3) -> None:
         self._config = DecoderConfig(
@@ -148,7 +148,8 @@ class Policy:
 
         At every token the expected reward over all next words is known, so its gradient is taken, which is that of
         sampled actions with the mean reward as baseline, without their noise. As usual, the divergence from the
-        ``first`` policy costs `KL_COST` per nat, which keeps what is not rewarded as it was.
+        ``first`` policy costs `KL_COST` per nat, which keeps what is not rewarded as it was. The embedding stays: as
+        it is the head too, a model this small would put most of the change there, where every drafter follows for free.
         """
         with torch.no_grad():
             log_q_RV = response_rows(first, docs)[0].log_softmax(-1)
@@ -160,7 +161,9 @@ class Policy:
             reward = (log_p_RV.gather(1, words_RW).exp().sum(1) * active_R).mean()
             if step == 0:
                 before = float(reward.detach())
-            self._step(KL_COST * F.kl_div(log_q_RV, log_p_RV, reduction="batchmean", log_target=True) - reward, rate, layers)
+            self._step(
+                KL_COST * F.kl_div(log_q_RV, log_p_RV, reduction="batchmean", log_target=True) - reward, rate, layers
+            )
         return before
 
     def _rows(self, docs: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

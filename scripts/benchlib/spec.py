@@ -2,8 +2,9 @@
 
 Every strategy decodes the same prompts with the same seeds in one process: *plain* (a scheduler that knows nothing of
 speculation), every arm by itself, *cold* (the tuner, knowing a calibration and nothing else) and *tuned* (a tuner that
-has seen every arm's steps). They take turns, group after group, in an order that rotates. The clock runs over decoding
-steps only; answers end where the model ends them, so a group of B gets smaller towards its end, for all alike.
+has seen every arm's steps and one group of its own). They take turns, group after group, in an order that rotates. The
+clock runs over decoding steps only; answers end where the model ends them, so a group of B gets smaller towards its
+end, for all alike.
 
 Speeds are tokens per second of wall time; those under ``cpu`` are per second of processor time, which is what counts on
 a machine that others use. ``efficiency`` is the speed by processor time over what the accept length and separately
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-below", type=finite, default=0.75, help="predicted speed-up below which an arm is not run"
     )
-    parser.add_argument("--repeats", type=int, default=2, help="of the measurements of costs")
+    parser.add_argument("--repeats", type=int, default=3, help="of the measurements of costs")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
 
@@ -133,7 +134,7 @@ class _Bench:
         args, cell = self._args, _Cell()
         predicted = {arm.name: self._speedup(arm, batch, temperature) for arm in self._arms}
         arms = [arm for arm in self._arms if predicted[arm.name] >= args.skip_below]
-        cold, tuned = self._tuner(arms), self._tuner(arms)
+        cold, tuned, is_warm = self._tuner(arms), self._tuner(arms), False
         prompts = self._model.prompts[: max(batch, args.sequences // batch * batch)]
         for number, start in enumerate(range(0, len(prompts), batch)):
             group = self._requests(prompts[start : start + batch], start, temperature)
@@ -152,11 +153,14 @@ class _Bench:
             for note in off.notes:
                 note.replay(tuned)
             cell.add(OFF.name, off)
-        for start in range(0, len(prompts), batch):
+        for start in (0, *range(0, len(prompts), batch)):
             group = self._requests(prompts[start : start + batch], start, temperature)
             plain = self._player.play(group, None)  # once more, so that both are of the same minute
-            cell.add(PLAIN, plain)
-            self._note(cell, TUNED, plain, self._player.play(group, tuned))
+            played = self._player.play(group, tuned)
+            if is_warm:
+                cell.add(PLAIN, plain)
+                self._note(cell, TUNED, plain, played)
+            is_warm = True
         for arm in arms:
             self._accept_lengths[temperature, arm.name] = cell.totals[arm.name].accept_length
         report = self._report(cell, arms, temperature)

@@ -10,6 +10,7 @@ Legend of shape suffixes: T rows, D hidden, F features, V vocabulary.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from scripts.benchlib.spec_play import StepNote
 
 __all__ = ["StepTable", "measure_table"]
 
+CALLS = 3
 MAX_ROWS = 256  # larger steps are taken to cost in proportion
 Table = dict[int, dict[int, float]]  # sequences -> rows per sequence -> seconds
 
@@ -109,24 +111,29 @@ def measure_table(
     fast = None if drafter is None else packed(drafter)
     for batch in sorted({1 << i for i in range(max(batches).bit_length())} | set(batches)):
         with _tables(scheduler, prompts[:batch], max(rows[-1], widths[-1])) as tables:
-            forward[batch] = {r: _best(_step(scheduler, tables, r), repeats) for r in rows if batch * r <= MAX_ROWS}
+            steps = {r: _step(scheduler, tables, r) for r in rows if batch * r <= MAX_ROWS}
+            forward[batch] = {r: _median_s(step, repeats) for r, step in steps.items()}
             if fast is not None:
-                level[batch] = {k: _best(_level(scheduler, fast, tables, k), repeats) for k in widths}
+                levels = {k: _level(scheduler, fast, tables, k) for k in widths}
+                level[batch] = {k: _median_s(call, repeats, steps[1]) for k, call in levels.items()}
     vocab_size = scheduler.runner.weights.config.vocab_size
-    draw_s = {t: _best(_draw(vocab_size, t), max(3, repeats)) for t in temperatures}
+    draw_s = {t: _median_s(_draw(vocab_size, t), 5) for t in temperatures}
     return StepTable(forward, level, draw_s)
 
 
-def _best(call: Callable[[], object], repeats: int) -> float:
+def _median_s(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
+    """Processor time of one of three calls in a row. ``before`` each row something runs that empties the caches, as the
+    target's weights do between two drafts."""
     call()
     times = []
     for _ in range(repeats):
-        began_s, count = time.process_time(), 0
-        while count == 0 or time.process_time() - began_s < 0.005:  # the processor's clock is coarse
+        if before is not None:
+            before()
+        began_s = time.process_time()
+        for _ in range(CALLS):
             call()
-            count += 1
-        times.append((time.process_time() - began_s) / count)
-    return min(times)
+        times.append((time.process_time() - began_s) / CALLS)
+    return statistics.median(times)
 
 
 @contextmanager

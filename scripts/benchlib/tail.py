@@ -9,8 +9,9 @@ is ``--longest`` medians, or turns drawn from a recorded trace.
 With ``--turns`` also an asynchronous pool: as many conversations in flight as staleness ``--eta`` allows.
 ``beside`` is the decoding speed of a plain server on core 1 while a worker trains on core 0, against the same alone.
 
-``cpu`` is the processor time of the server that had most to do: what counts on a machine that others use. Not
-measured: a router, weight updates between the steps, a GPU.
+``--update-noise`` moves the target's weights between the steps, as training would. ``cpu`` is the processor time of the
+server that had most to do: what counts on a machine that others use; the goals are judged by it. Not measured: a
+router, several machines, a GPU.
 """
 
 from __future__ import annotations
@@ -74,12 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=2048, help="longer answers are cut")
     parser.add_argument("--temperature", type=finite, default=0.8)
     parser.add_argument("--dtype", default="auto", help="float64 leaves no room for ties that rounding decides")
+    parser.add_argument(
+        "--update-noise", type=finite, default=0.0, help="change the target between steps, in standard deviations"
+    )
     parser.add_argument("--turns", type=int, default=0, help="of a conversation of the asynchronous pool; 0: no pool")
     parser.add_argument("--eta", type=int, default=2, help="staleness that the pool is allowed")
     parser.add_argument("--batch", type=int, default=8, help="eta + 1 times as many conversations in flight")
     parser.add_argument("--pool-rounds", type=int, default=3)
     parser.add_argument("--observation", type=int, default=32, help="tokens between two turns")
     parser.add_argument("--beside-rounds", type=int, default=3, help="of decoding beside training; 0: not measured")
+    parser.add_argument("--record-share", type=finite, default=1.0, help="of the answers recorded for training")
     parser.add_argument("--publish-steps", type=int, default=20, help="training steps between two drafters")
     parser.add_argument("--step-tokens", type=int, default=1024, help="what a worker contributes to a training step")
     parser.add_argument("--seed", type=int, default=0)
@@ -88,7 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     at_least(args, 1, "requests", "samples", "rounds", "median", "longest", "max_tokens", "batch", "publish_steps")
     at_least(args, 1, "step_tokens", "pool_rounds", "observation")
-    at_least(args, 0, "turns", "eta", "temperature", "beside_rounds")
+    at_least(args, 0, "update_noise", "turns", "eta", "temperature", "beside_rounds")
+    if not 0 <= args.record_share <= 1:
+        raise UsageError(f"--record-share {args.record_share} is a share, between 0 and 1")
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise UsageError("two cores are needed, one for each server")
@@ -109,6 +116,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         sizes = _sizes(args, steps, pools)
         with Bench(args, model, root, cores, arm, sizes) as bench:
             for i, asks in enumerate(steps):
+                if i and args.update_noise:
+                    bench.update(i)
                 bench.step(i, asks)
             for i, pool in enumerate(pools):
                 bench.pool(i, pool, (args.eta + 1) * args.batch)
@@ -126,6 +135,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "load_average": [before, os.getloadavg()[0]],
         "static_arm": arm.name,
         "temperature": args.temperature,
+        "update_noise": args.update_noise,
+        "record_share": args.record_share,
         "lengths": {
             "source": "log-normal" if args.trace is None else args.trace.name,
             "requests": args.requests,
@@ -150,7 +161,7 @@ def _model(args: argparse.Namespace, root: Path, num_prompts: int) -> TailModel:
     if args.folder is None:
         raise UsageError(f"--model {args.model} needs --folder")
     domains = tuple(word.strip() for word in args.domains.split(","))
-    return folder_model(args.folder, args.drafter, num_prompts, args.max_prompt, domains)
+    return folder_model(root, args.folder, args.drafter, num_prompts, args.max_prompt, domains)
 
 
 def _drawer(args: argparse.Namespace, rng: np.random.Generator) -> Callable[[int], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import torch
 
 from areal_dta.drafter.eagle_files import write_drafter
 from areal_dta.nn import DecoderConfig, DecoderWeights
-from areal_dta.weights import write_version
+from areal_dta.nn.loading import read_tensors
+from areal_dta.weights import MANIFEST, seal_version, write_version
 from scripts.benchlib.report import UsageError
 from scripts.benchlib.spec_model import tiny_model
 
-__all__ = ["TailModel", "folder_model", "named_tensors", "write_tiny"]
+__all__ = ["TailModel", "folder_model", "named_tensors", "write_next", "write_tiny"]
 
 VERSION = "0:0"
 
@@ -43,9 +45,10 @@ def write_tiny(root: Path, num_prompts: int, seed: int) -> TailModel:
 
 
 def folder_model(
-    folder: Path, drafter: Path | None, num_prompts: int, max_prompt: int, domains: tuple[str, ...]
+    root: Path, folder: Path, drafter: Path | None, num_prompts: int, max_prompt: int, domains: tuple[str, ...]
 ) -> TailModel:
-    """A Hugging Face folder and tau2 prompts, held-out tasks first. Raises UsageError."""
+    """A Hugging Face folder, linked into ``root`` and sealed there as the version that training looks for, and tau2
+    prompts, held-out tasks first. Raises UsageError."""
     # Here, because tau2 takes seconds to import and the tiny model needs none of it.
     from experiments.drafter.prompts import PromptError, make_prompts, split_tasks
     from experiments.tau2.chat import load_tokenizer
@@ -60,9 +63,36 @@ def folder_model(
             prompts += [p.ids for p in make_prompts(tokenizer, tasks[:missing], max_prompt, variant)]
     except PromptError as error:
         raise UsageError(str(error)) from error
+    note = f"{folder.name}, {len(prompts)} tau2 prompts of {', '.join(domains)}"
     if len(prompts) < num_prompts:
-        raise UsageError(f"{num_prompts} prompts are needed, {domains} have {len(prompts)}; raise --samples")
-    return TailModel(folder, drafter, prompts, f"{folder.name}, tau2 prompts of {', '.join(domains)}")
+        note += ", used again in later steps"
+    repeats = -(-num_prompts // max(1, len(prompts)))
+    sealed = root / "model"
+    _link_files(folder, sealed)
+    seal_version(sealed, VERSION)
+    return TailModel(sealed, drafter, (prompts * repeats)[:num_prompts], note)
+
+
+def write_next(folder: Path, next_folder: Path, version: str, noise: float, seed: int) -> None:
+    """A version of the target a little away from the one in ``folder``: every matrix has noise of ``noise`` times its
+    standard deviation added. No learning step, but drafts age by it as they do by one."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = {}
+    for name, tensor in read_tensors(folder).items():
+        old = tensor.float()
+        step = torch.randn(old.shape, generator=generator) * (noise * old.std()) if old.dim() > 1 else 0.0
+        moved[name] = (old + step).numpy()
+    write_version(next_folder, moved, version, folder)
+
+
+def _link_files(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in source.iterdir():
+        if path.is_file() and path.name != MANIFEST:
+            try:
+                (target / path.name).hardlink_to(path.resolve())
+            except OSError:  # another file system
+                shutil.copy2(path, target / path.name)
 
 
 def named_tensors(weights: DecoderWeights) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from areal_dta.drafter.arms import Arm
-from areal_dta.nn import DecoderConfig, load_decoder
+from areal_dta.nn import DecoderConfig, DecoderWeights, load_decoder
 from scripts.benchlib.report import progress
 from scripts.benchlib.tail_load import (
     Answer,
@@ -26,7 +26,7 @@ from scripts.benchlib.tail_load import (
     talk,
     training_spans,
 )
-from scripts.benchlib.tail_model import TailModel
+from scripts.benchlib.tail_model import TailModel, write_next
 from scripts.benchlib.tail_server import TailServer
 from scripts.benchlib.tail_site import Group, TrainerPlan, Trainers
 
@@ -84,7 +84,9 @@ class Bench:
         self._args, self._model, self._cores = args, model, cores
         self.turns = {name: _Turns() for name in args.strategies}
         self.pairs: list[tuple[Turn, Turn]] = []  # alone, beside training
-        self._target = load_decoder(model.folder, DecoderConfig.from_folder(model.folder), torch.float32)
+        self._target = _load(model.folder)
+        self._current, self._versions = model.folder, root / "versions"
+        self._versions.mkdir(exist_ok=True)
         self.trainers: Trainers | None = None
         self.groups: dict[str, Group] = {}
         buffers = tuple(root / f"buffer.{i}" for i in range(len(cores)))
@@ -105,16 +107,18 @@ class Bench:
                         dtype=args.dtype,
                         drafter=None if name == "plain" or model.drafter is None else str(model.drafter),
                         buffer=str(buffers[i]) if is_tlt else None,
+                        record_share=args.record_share,
                         coordinator=self.trainers.address if self.trainers and is_tlt else None,
                         seed=args.seed + i,
                     )
                     for i, core in enumerate(cores)
                 ]
                 self.groups[name] = Group(servers, root / name)
-                self.groups[name].wait_ready()
+            for group in self.groups.values():
+                group.wait_ready()
             if self.trainers is not None:
                 plan = TrainerPlan(
-                    model.folder,
+                    (model.folder, self._versions),
                     model.drafter,
                     buffers,
                     tuple(cores),
@@ -150,6 +154,15 @@ class Bench:
         for name, answers in said.items():
             if name != "plain":
                 self._compare(name, asks, said["plain"], answers)
+
+    def update(self, number: int) -> None:
+        """The target's next version, for all servers."""
+        version = f"0:{number}"
+        folder = self._versions / f"v{number}"
+        write_next(self._current, folder, version, self._args.update_noise, self._args.seed + number)
+        for group in self.groups.values():
+            group.update(folder, version)
+        self._current, self._target = folder, _load(folder)
 
     def pool(self, number: int, conversations: Sequence[Conversation], in_flight: int) -> None:
         """One pool by every strategy."""
@@ -273,3 +286,7 @@ class Bench:
         """What TLT's servers say of their speculation."""
         group = self.groups.get("tlt")
         return [] if group is None else [info["speculation"] for info in group.info()]
+
+
+def _load(folder: Path) -> DecoderWeights:
+    return load_decoder(folder, DecoderConfig.from_folder(folder), torch.float32)

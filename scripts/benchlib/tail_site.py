@@ -128,6 +128,11 @@ class Group:
         for url in self.urls:
             _request(f"{url}/flush_cache", {})
 
+    def update(self, folder: Path, version: str) -> None:
+        """Load the target's next version."""
+        for url in self.urls:
+            _request(f"{url}/update_weights_from_disk", {"model_path": str(folder), "weight_version": version})
+
     def info(self) -> list[dict[str, Any]]:
         return [_request(f"{url}/get_server_info", None) for url in self.urls]
 
@@ -141,9 +146,9 @@ class Group:
 
 @dataclass(frozen=True)
 class TrainerPlan:
-    """Where the workers find things, and how they train."""
+    """Where the workers find things, and how they train; versions of the target are in ``targets`` or below."""
 
-    model: Path
+    targets: tuple[Path, ...]
     drafter: Path | None
     buffers: tuple[Path, ...]
     cores: tuple[int, ...]
@@ -180,7 +185,7 @@ class Trainers:
                 "server": f"server.{i}",
                 "coordinator": self.address,
                 "buffer": str(buffer),
-                "target_folders": [str(plan.model)],
+                "target_folders": [str(folder) for folder in plan.targets],
                 "checkpoints": str(self._folder / "checkpoints"),
                 "drafters": str(self._folder / "versions"),
                 "drafter": None if plan.drafter is None else str(plan.drafter),

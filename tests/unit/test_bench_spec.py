@@ -109,7 +109,7 @@ def test_a_difference_is_a_near_tie_only_where_two_tokens_score_alike(model: Spe
     assert compare(model.target, said(5, 6), said(5, 7)) == Differences(1, 0, 0, 1)
     assert compare(model.target, said(5, 6), said(5)) == Differences(1, 0, 0, 1)
     twins = SpecModel(_with_equal_tokens(model, 6, 7), None, model.prompts, "")
-    assert compare(twins.target, said(5, 6), said(5, 7)) == Differences(1, 0, 1, 0)
+    assert compare(twins.target, said(5, 6), said(5, 7)).near_ties == 1
 
 
 def _with_equal_tokens(model: SpecModel, first: int, second: int) -> Any:

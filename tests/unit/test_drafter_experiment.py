@@ -15,7 +15,6 @@ import torch
 from areal_dta.drafter.eagle_files import read_drafter
 from areal_dta.nn import DecoderConfig, load_decoder
 from experiments.drafter.__main__ import main
-from experiments.drafter.collect import recorded_layers
 from experiments.drafter.prompts import Prompt, PromptError, make_prompts, split_tasks
 from experiments.drafter.samples import NoSamples, load_samples
 from experiments.tau2.chat import load_tokenizer
@@ -84,16 +83,15 @@ def test_bounded_prompts_keep_the_policys_ends_and_share_what_comes_before_the_r
 
 
 def test_every_answer_gets_the_features_of_its_whole_prompt_back(model: Path, work: Path) -> None:
-    target = load_decoder(model, DecoderConfig.from_folder(model), torch.float32)
-    assert recorded_layers(target) == (0, 1, 2, 2)
     prompts = all_prompts(model, "train")
-    samples = load_samples(work / "train", "eagle", HIDDEN, prompts, context=4096)
+    samples = load_samples(work / "train", "eagle", prompts, context=4096)
     assert {tuple(s.ids_T[: s.loss_start + 1].tolist()) for s in samples} <= {p.ids for p in prompts}
-    short = load_samples(work / "train", "eagle3", HIDDEN, prompts, context=8)
+    short = load_samples(work / "train", "eagle3", prompts, context=8)
     assert {s.loss_start for s in short} == {8}
     assert short[0].features_TF.shape[1] == 3 * HIDDEN
+    assert short[0].hidden_TD is not None
     torch.testing.assert_close(short[0].hidden_TD, samples[0].features_TF[-short[0].num_tokens :])
-    learning = load_samples(work / "train", "eagle", HIDDEN, prompts, context=8, learn_prompts=True)
+    learning = load_samples(work / "train", "eagle", prompts, context=8, learn_prompts=True)
     positions = [sum(s.loss_end - s.loss_start for s in x) for x in (samples, learning)]
     assert positions[1] > positions[0] + 300  # a system message and the requests
 
@@ -128,4 +126,4 @@ def test_an_eagle_drafter_goes_on_as_hass_but_not_as_eagle3(model: Path, work: P
 def test_nothing_to_train_on_is_an_error_that_says_so(model: Path, tmp_path: Path) -> None:
     assert main(arguments(model, tmp_path, "--steps", "train")) == 1
     with pytest.raises(NoSamples, match="collect some first"):
-        load_samples(tmp_path, "eagle", HIDDEN, [], 8)
+        load_samples(tmp_path, "eagle", [], 8)

@@ -24,6 +24,7 @@ from areal_dta.drafter.eagle_config import EagleConfig
 from areal_dta.nn import DecoderWeights, Rotary
 from areal_dta.nn.decoder import decode_features
 from areal_dta.rollout.server.eagle_runtime import EagleRuntime
+from areal_dta.rollout.server.sampler import SampleRow, gumbel_noise
 from areal_dta.rollout.server.scheduler import Scheduler
 from areal_dta.rollout.server.sequence import Sequence as ServerSequence
 from areal_dta.rollout.server.speculation import Speculator
@@ -48,8 +49,9 @@ class DenseDrafter:
         _, features = decode_features(self._target, torch.tensor(tokens), cos_sin, dense_attend, layers)
         return target_features(self._weights, self._target, features)
 
-    def next_logprobs(self, tokens: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
-        """After ``tokens``, the last of them pending, and ``drafted``; over the draft vocabulary."""
+    def next_logprobs(self, tokens: Sequence[int], drafted: Sequence[int], row: SampleRow) -> torch.Tensor:
+        """After ``tokens``, the last of them pending, and ``drafted``; over the draft vocabulary, with the noise that
+        the target's token there is drawn with."""
         known_TD = self._feature_rows(tokens[:-1]) if len(tokens) > 1 else self._target.embed_VD.new_zeros(0, 48)
         rows = [known_TD.new_zeros(1, known_TD.shape[1]), known_TD]
         ids = list(tokens)
@@ -62,16 +64,21 @@ class DenseDrafter:
             if step < len(drafted):
                 rows.append(f_TD[-1:])
                 ids.append(drafted[step])
-        return draft_logits(self._weights, f_TD[-1:], self._target).log_softmax(-1)[0]
+        logits_V = draft_logits(self._weights, f_TD[-1:], self._target)[0]
+        if not row.greedy:
+            noise_V = gumbel_noise([(row.seed, len(tokens) + len(drafted))], VOCAB)[0]
+            ids_Vd = self._weights.draft_ids_Vd
+            logits_V = logits_V / row.temperature + (noise_V if ids_Vd is None else noise_V[ids_Vd])
+        return logits_V.log_softmax(-1)
 
-    def tree(self, tokens: Sequence[int], arm: Arm) -> DraftTree:
+    def tree(self, tokens: Sequence[int], arm: Arm, row: SampleRow) -> DraftTree:
         nodes: list[tuple[int, int, float, tuple[int, ...]]] = []  # token, parent, path log-prob, path
         frontier: list[int] = [ROOT]
         for _ in range(arm.depth):
             grown = []
             for node in frontier:
                 base, path = (0.0, ()) if node == ROOT else nodes[node][2:]
-                best = self.next_logprobs(tokens, path).topk(arm.top_k)
+                best = self.next_logprobs(tokens, path, row).topk(arm.top_k)
                 ids = to_target_ids(self._weights, best.indices).tolist()
                 for token, value in zip(ids, best.values.tolist(), strict=True):
                     grown.append(len(nodes))
@@ -90,7 +97,7 @@ class Checked(EagleRuntime):
         trees = super().draft(seqs, arm)
         twin = DenseDrafter(self._runner.weights, self._weights)
         for seq, tree in list(zip(seqs, trees, strict=True))[:2]:
-            assert tree == twin.tree(seq.tokens, arm), (len(seq.tokens), seq.num_output, arm)
+            assert tree == twin.tree(seq.tokens, arm, seq.sample_row()), (len(seq.tokens), seq.num_output, arm)
             self.checked += 1
         return trees
 

@@ -56,5 +56,9 @@ class DrafterApi:
                 message = f"refused, drafter {control.drafter_version or 'none'} stays: {error}"
                 return json_response({"success": False, "message": message}, 400)
             installed = self._front.engine.call(lambda: control.install(update))
-            await self._front.on_model_thread(installed, "the drafter swap")
+            try:
+                await self._front.on_model_thread(installed, "the drafter swap")
+            except MemoryError as error:
+                log.warning("decoding goes on without drafter %s: %s", path, error)
+                return json_response({"success": False, "message": str(error)}, 400)
         return json_response({"success": True, "message": "Drafter updated.", "drafter_version": update.version})

@@ -31,6 +31,7 @@ from areal_dta.drafter.eagle import (
 from areal_dta.nn import DecoderWeights
 from areal_dta.rollout.server.paged_attention import Span, plan_attention
 from areal_dta.rollout.server.runner import ModelRunner
+from areal_dta.rollout.server.sampler import gumbel_noise
 from areal_dta.rollout.server.sequence import Sequence as Request
 from areal_dta.rollout.server.sequence import Step
 
@@ -71,6 +72,7 @@ class EagleRuntime:
     def swap(self, weights: EagleWeights, version: str) -> None:
         """New drafter weights of the same shape; what the old ones cached stays, which costs acceptance, not truth."""
         self._use(follow_target(weights, self._runner.weights))
+        self._runner.kv.clean(self._layer)  # one that diverged would spoil the drafts of all that follow it
         self.version = version
 
     def follow(self, target: DecoderWeights) -> None:
@@ -101,7 +103,9 @@ class EagleRuntime:
             if track is None:
                 track = self._tracks[step.seq] = self._new_track(step.seq, step.start)
             lo, hi = step.rows[0], step.rows[-1] + 1
-            track.rows.append(features_TF[lo:hi] if hi - lo == len(step.rows) else features_TF[step.rows])
+            mine_TF = features_TF[lo:hi] if hi - lo == len(step.rows) else features_TF[step.rows]
+            # A view keeps the features of the whole step alive, so a few rows of many are copied.
+            track.rows.append(mine_TF.clone() if 4 * len(mine_TF) < len(features_TF) else mine_TF)
             track.end += len(step.rows)
             if track.end - track.filled >= FILL_ROWS:
                 full.append(step.seq)
@@ -163,8 +167,8 @@ class EagleRuntime:
         expanded = 0
         for depth in range(1, arm.depth + 1):
             f_TD = self._level(spans, ids_T, features_TD)
-            logits_TK = draft_logits(self._fast, f_TD, self._runner.weights)
-            best = (logits_TK - logits_TK.logsumexp(-1, keepdim=True)).topk(min(arm.top_k, logits_TK.shape[1]))
+            logits_TV = self._scores(seqs, draft_logits(self._fast, f_TD, self._runner.weights), depth)
+            best = (logits_TV - logits_TV.logsumexp(-1, keepdim=True)).topk(min(arm.top_k, logits_TV.shape[1]))
             tokens = to_target_ids(self._weights, best.indices).view(len(seqs), -1, best.indices.shape[1])
             frontier = builder.grow(tokens.cpu().numpy(), best.values.view(tokens.shape).cpu().numpy())
             if depth == arm.depth:
@@ -183,6 +187,21 @@ class EagleRuntime:
             ]  # fmt: skip
             expanded += width
         return builder.best_nodes(arm.num_verify)
+
+    def _scores(self, seqs: Sequence[Request], logits_TV: torch.Tensor, depth: int) -> torch.Tensor:
+        """What candidates are ranked by: for sampled sequences the logits over the temperature plus the very noise that
+        the target's token there will be drawn with, which makes the same token likely to win on both sides."""
+        rows = [seq.sample_row() for seq in seqs]
+        if all(row.greedy for row in rows):
+            return logits_TV
+        per_seq = len(logits_TV) // len(seqs)
+        device, ids_V = logits_TV.device, self._weights.draft_ids_Vd
+        keys = [(row.seed, len(seq.tokens) + depth - 1) for seq, row in zip(seqs, rows, strict=True)]
+        noise_BV = gumbel_noise(keys, logits_TV.shape[1], device, ids_V).to(logits_TV.dtype)
+        scales = [(0.0, 1.0) if row.greedy else (1.0, 1.0 / row.temperature) for row in rows]
+        noisy_B11, scale_B11 = torch.tensor(scales, dtype=logits_TV.dtype, device=device)[:, :, None, None].unbind(1)
+        scores = logits_TV.view(len(seqs), per_seq, -1) * scale_B11 + noise_BV.unsqueeze(1) * noisy_B11
+        return scores.view_as(logits_TV)
 
     def _features(self, rows_TF: torch.Tensor) -> torch.Tensor:
         return target_features(self._fast, self._runner.weights, rows_TF)

@@ -81,6 +81,11 @@ class PagedKV:
         k_TKH, v_TKH = self._layers[layer].index_select(0, slots_T).split(self._heads[layer][0], 1)
         return k_TKH, v_TKH
 
+    def clean(self, layer: int) -> None:
+        """Zero what is not finite: even a key that is masked turns its whole softmax into NaN."""
+        if self._layers:
+            torch.nan_to_num_(self._layers[layer], nan=0.0, posinf=0.0, neginf=0.0)
+
     def move(self, sources_T: torch.Tensor, targets_T: torch.Tensor, layers: Iterable[int] | None = None) -> None:
         """Copy what stands in the slots ``sources_T`` to ``targets_T``, which may overlap; None: in every layer."""
         for layer in range(len(self._layers)) if layers is None else layers:

@@ -74,19 +74,26 @@ def _uniform(words: torch.Tensor) -> torch.Tensor:
     return ((words >> 8) & 0xFFFFFF).float().add_(low).mul_(2.0**-24).clamp_(max=1 - 2.0**-24)
 
 
-def gumbel_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Standard Gumbel noise (B, V) in fp32 for the (seed, position) ``keys``."""
+def gumbel_noise(
+    keys: Sequence[tuple[int, int]],
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+    tokens_V: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Standard Gumbel noise (B, V) in fp32 for the (seed, position) ``keys``: of all ``vocab_size`` tokens, or of
+    ``tokens_V`` (which then give V)."""
     words = [_splitmix(_splitmix(seed & MASK64) ^ position) for seed, position in keys]
+    ids_V = torch.arange(vocab_size, dtype=torch.int32, device=device) if tokens_V is None else tokens_V.int()
     if torch.device(device).type != "cpu":
-        return _noise(words, vocab_size, device)
-    rows = max(1, CACHED_VALUES // vocab_size)
-    return torch.cat([_noise(words[i : i + rows], vocab_size, device) for i in range(0, len(words), rows)])
+        return _noise(words, ids_V)
+    rows = max(1, CACHED_VALUES // len(ids_V))
+    return torch.cat([_noise(words[i : i + rows], ids_V) for i in range(0, len(words), rows)])
 
 
-def _noise(words: Sequence[int], vocab_size: int, device: torch.device | str) -> torch.Tensor:
-    first_B1 = torch.tensor([[_signed32(w)] for w in words], dtype=torch.int32, device=device)
-    second_B1 = torch.tensor([[_signed32(w >> 32)] for w in words], dtype=torch.int32, device=device)
-    x_BV = torch.arange(vocab_size, dtype=torch.int32, device=device) ^ first_B1
+def _noise(words: Sequence[int], ids_V: torch.Tensor) -> torch.Tensor:
+    first_B1 = torch.tensor([[_signed32(w)] for w in words], dtype=torch.int32, device=ids_V.device)
+    second_B1 = torch.tensor([[_signed32(w >> 32)] for w in words], dtype=torch.int32, device=ids_V.device)
+    x_BV = ids_V ^ first_B1
     x_BV = _mix_(_mix_(x_BV).add_(second_B1))
     uniform_BV = _uniform(x_BV)
     return uniform_BV.neg_().log1p_().neg_().log_().neg_()

@@ -233,6 +233,8 @@ class Scheduler:
             try:
                 page = self.cache.allocate(1)[0]
             except CacheFull:
+                if self._take_back():
+                    continue
                 youngest = self.running[-1]
                 self._retract(youngest)
                 if youngest is seq:
@@ -241,6 +243,15 @@ class Scheduler:
             seq.own_pages.append(page)
             seq.table.append(page)
         return True
+
+    def _take_back(self) -> bool:
+        """Free the pages that were reserved for drafts: they push nobody out; whether there were any."""
+        before = self.cache.num_available
+        for seq in self.running:
+            keep = max(-(-len(seq.tokens) // self.limits.page_size), len(seq.path))
+            self.cache.give_back(seq.table[keep:])
+            del seq.table[keep:], seq.own_pages[keep - len(seq.path) :]
+        return self.cache.num_available > before
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
         """Plan the next prefill chunk; its full pages enter the tree now, so that this very step can share them."""
@@ -266,6 +277,8 @@ class Scheduler:
         self.cache.lock(path)
         need = -(-(len(seq.tokens) + 1) // size) - len(path)
         need = min(need, self.cache.num_pages - len(path))
+        if need + len(self.running) > self.cache.num_available:
+            self._take_back()
         if need + len(self.running) > self.cache.num_available and (self.running or need > self.cache.num_available):
             self.cache.unlock(path)
             return False

@@ -71,13 +71,15 @@ class SpecControl:
         fitting = [rows for rows in (1, 2, 4, 8, 16, 32, 64) if rows <= scheduler.capacity_tokens]
         costs = StepCosts(measure_steps(lambda rows: _step_seconds(scheduler, rows), fitting))
         tuner = Tuner(costs, available_arms(settings.arms, ("ngram",)), settings.tuner)
-        self._speculator = Speculator(scheduler.cache, tuner, NgramDrafter(NgramIndex(settings.ngram)), None, recorder)
+        uses_ngram = any(arm.drafter == "ngram" for arm in settings.arms)
+        ngram = NgramDrafter(NgramIndex(settings.ngram)) if uses_ngram else None
+        self._speculator = Speculator(scheduler.cache, tuner, ngram, None, recorder)
         scheduler.speculator = self._speculator
         self.problem: str | None = None  # why the drafter that was asked for is not in use
         if settings.drafter is not None:
             try:
                 self.install(self.read(settings.drafter, None, None))
-            except (DrafterMismatch, OSError) as error:
+            except (ValueError, OSError, MemoryError) as error:
                 self.problem = str(error)
                 log.warning("decoding goes on without the drafter %s: %s", settings.drafter, error)
 
@@ -94,16 +96,26 @@ class SpecControl:
         return DrafterUpdate(weights, manifest.weight_version)
 
     def install(self, update: DrafterUpdate) -> None:
-        """Use a drafter from the next step on. The first one makes running requests compute their prompts again."""
+        """Use a drafter from the next step on. The first one makes running requests compute their prompts again.
+
+        MemoryError when there is no room for its KV: then there is no drafter."""
         drafter, scheduler = self._speculator.drafter, self._scheduler
         if isinstance(drafter, EagleRuntime) and drafter.fits(update.weights):
             drafter.swap(update.weights, update.version)
         else:
             config = update.weights.config
-            scheduler.rebuild(((config.num_kv_heads, config.head_dim),), config.hidden_layers)
-            self._speculator.drafter = EagleRuntime(scheduler.runner, update.weights, update.version)
-            if self._speculator.recorder is not None:
-                self._speculator.recorder.new_target(scheduler.version)
+            # Until the new one is in place there is none: should it not fit, decoding goes on without.
+            self._speculator.drafter = None
+            self._speculator.tuner.set_arms(available_arms(self._settings.arms, ("ngram",)))
+            had_memory = scheduler.runner.kv.num_bytes > 0
+            try:
+                scheduler.rebuild(((config.num_kv_heads, config.head_dim),), config.hidden_layers)
+                self._speculator.drafter = EagleRuntime(scheduler.runner, update.weights, update.version)
+            except (RuntimeError, MemoryError) as error:
+                if had_memory:
+                    scheduler.runner.kv.restore()
+                self.problem = f"no memory for drafter {update.version}; lower max_total_tokens ({error})"
+                raise MemoryError(self.problem) from error
         self._speculator.tuner.set_arms(available_arms(self._settings.arms, ("ngram", "eagle")))
         self._speculator.tuner.new_version("eagle")
         self.problem = None
