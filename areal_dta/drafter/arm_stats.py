@@ -12,6 +12,7 @@ __all__ = ["ArmStats"]
 TOKENS_WINDOW = 256  # steps; accepted tokens are few-valued, so their mean needs many
 LATENCY_WINDOW = 32  # steps; a median settles sooner and follows the machine
 RECENT = 16  # steps that may show that the acceptance has changed
+HEIR_LATENCIES = 8
 CHANGE_SIGMAS = 4.0
 
 
@@ -65,6 +66,14 @@ class ArmStats:
         self._tokens = deque(tokens, maxlen=TOKENS_WINDOW)
         self._cached = None
 
+    def heir(self) -> ArmStats:
+        """What a neighbouring bucket may start from: the newest of what is known, soon outweighed by its own steps."""
+        heir = ArmStats()
+        heir._keep(list(self._tokens)[-RECENT:])
+        heir._latencies.extend(list(self._latencies)[-HEIR_LATENCIES:])
+        heir.last_step = self.last_step
+        return heir
+
     def age(self) -> None:
         """Keep the newer half of the tokens."""
         self._keep(list(self._tokens)[len(self._tokens) // 2 :])
@@ -77,6 +86,11 @@ class ArmStats:
         """Of the pace nothing is known any more."""
         self._latencies.clear()
         self._cached = None
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens per sequence and step; needs ``count`` > 0."""
+        return statistics.fmean(self._tokens)
 
     @property
     def latency(self) -> float:

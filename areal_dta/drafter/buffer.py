@@ -141,7 +141,10 @@ class BufferWriter:
     def _drop(self, drops: list[Entry]) -> None:
         gone = {e.path for e in drops}
         for path in gone:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                self._count("failed", "a sample could not be removed", error)
         self._entries = [e for e in self._entries if e.path not in gone]
         self._use_bytes -= sum(e.num_bytes for e in drops)
         self.counters["dropped_budget"] += len(drops)

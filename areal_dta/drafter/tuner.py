@@ -117,6 +117,10 @@ class Tuner:
             if bucket.trial not in self._arms:
                 bucket.trial, bucket.trial_left = None, 0
 
+    def remove(self, drafter: str) -> None:
+        """No arm of ``drafter`` may be chosen any more."""
+        self.set_arms(arm for arm in self._arms if arm.drafter != drafter)
+
     def choose(self, batch: int, context_tokens: int) -> Arm:
         """The arm for a step of ``batch`` sequences of ``context_tokens`` each (their mean)."""
         settings = self.settings
@@ -150,6 +154,18 @@ class Tuner:
                 unproven = settings.min_steps + 1 - bucket.count(bucket.trial)
                 bucket.trial_left = max(settings.burst_steps, unproven)
         return bucket.trial or bucket.best
+
+    def beside_prefill(self, batch: int, context_tokens: int, num_rows: int) -> Arm:
+        """The arm for a step that also computes ``num_rows`` rows of prompts: the best one known, if the tokens it adds
+        are worth more than its rows cost there, where rows are no longer almost free. Changes nothing."""
+        key = bisect_left(BATCH_EDGES, batch), bisect_left(CONTEXT_EDGES, context_tokens)
+        bucket = self._buckets.get(key)
+        if bucket is None or bucket.best == OFF or bucket.best not in self._arms or not bucket.count(bucket.best):
+            return OFF
+        arm, cost_s = bucket.best, self.costs.prior_s
+        gained_s = (bucket.stats(arm).mean_tokens - 1) * cost_s(batch)
+        rows_s = cost_s(num_rows + batch * (1 + arm.num_verify)) - cost_s(num_rows + batch)
+        return arm if gained_s > rows_s else OFF
 
     def record(
         self,
@@ -236,7 +252,14 @@ class Tuner:
     def _bucket(self, batch: int, context_tokens: int) -> _Bucket:
         key = bisect_left(BATCH_EDGES, batch), bisect_left(CONTEXT_EDGES, context_tokens)
         if key not in self._buckets:
-            self._buckets[key] = _Bucket(*key)
+            bucket = _Bucket(*key)
+            # A context that grows past an edge must not start from nothing.
+            alike = [b for b in self._buckets.values() if b.batch == bucket.batch]
+            if alike:
+                near = min(alike, key=lambda b: abs(b.context - bucket.context))
+                bucket.arms = {arm: stats.heir() for arm, stats in near.arms.items() if stats.count}
+                bucket.best = near.best
+            self._buckets[key] = bucket
         return self._buckets[key]
 
     def _losses(self, bucket: _Bucket, arm: Arm, batch: int, tokens: float, seconds: float) -> tuple[float, float]:

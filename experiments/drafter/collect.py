@@ -62,6 +62,9 @@ class PlainOnly:
     def choose(self, batch: int, context_tokens: int) -> Arm:
         return OFF
 
+    def beside_prefill(self, batch: int, context_tokens: int, num_rows: int) -> Arm:
+        return OFF
+
     def record(self, *step: object) -> None:
         """Nothing is learnt."""
 

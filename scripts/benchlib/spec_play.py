@@ -57,6 +57,9 @@ class FixedArm:
     def choose(self, batch: int, context_tokens: int) -> Arm:
         return self._arm
 
+    def beside_prefill(self, batch: int, context_tokens: int, num_rows: int) -> Arm:
+        return OFF
+
     def record(self, *step: object) -> None:
         """Nothing is learnt."""
 
@@ -101,6 +104,9 @@ class _Noting:
 
     def choose(self, batch: int, context_tokens: int) -> Arm:
         return self._inner.choose(batch, context_tokens)
+
+    def beside_prefill(self, batch: int, context_tokens: int, num_rows: int) -> Arm:
+        return OFF
 
     def record(
         self,

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--static-arm", type=_arm, help="default: depth 3, one path, eagle where there is a drafter")
     parser.add_argument("--requests", type=int, default=64, help="of one step")
     parser.add_argument("--samples", type=int, default=8, help="answers per prompt")
-    parser.add_argument("--rounds", type=int, default=4, help="steps on new prompts; the first is left out")
+    parser.add_argument("--rounds", type=int, default=6, help="steps on new prompts; the first is left out")
     parser.add_argument("--median", type=finite, default=64.0, help="tokens of an answer")
     parser.add_argument("--longest", type=finite, default=16.0, help="the longest answer, in medians")
     parser.add_argument("--trace", type=Path, help="draw lengths from the turns of a recorded trace instead")

@@ -28,7 +28,7 @@ from scripts.benchlib.tail_load import (
 )
 from scripts.benchlib.tail_model import TailModel, write_next
 from scripts.benchlib.tail_server import TailServer
-from scripts.benchlib.tail_site import Group, TrainerPlan, Trainers
+from scripts.benchlib.tail_site import Group, TrainerPlan, Trainers, machine_seconds
 
 __all__ = ["Bench", "Outputs", "Sizes", "Turn"]
 
@@ -56,6 +56,7 @@ class Turn:
     trained_s: float = 0.0  # of the idle time
     worker_cpu_s: float = 0.0
     coordinator_cpu_s: float = 0.0
+    others_cpu_s: float = 0.0  # of processes that are not the benchmark's
 
 
 @dataclass
@@ -224,20 +225,21 @@ class Bench:
             self.trainers.halt(on)
 
     def _timed(self, name: str, asks: Sequence[Ask]) -> tuple[list[Answer], Turn]:
-        group, trainers = self.groups[name], self.trainers if name == "tlt" else None
+        group, trainers = self.groups[name], self.trainers
         group.flush()
-        worker_cpu_s = trainers.cpu_s() if trainers is not None else []
         mark = len(trainers.sink.records) if trainers is not None else 0
         self._halt(name, False)
-        start_s, cpu_s = time.time(), group.cpu_s()
+        start_s, machine_s, own_s = time.time(), machine_seconds(), time.process_time()
+        cpu_s, spent_s = group.cpu_s(), trainers.cpu_s() if trainers is not None else [0.0]
         answers = asyncio.run(play(group.urls, asks, self._args.temperature))
         end_s = max(a.end_s for a in answers)
-        used = tuple(b - a for a, b in zip(cpu_s, group.cpu_s(), strict=True))
+        cpu_s = [after - before for before, after in zip(cpu_s, group.cpu_s(), strict=True)]
+        after_s = trainers.cpu_s() if trainers is not None else [0.0]
+        spent_s = [after - before for before, after in zip(spent_s, after_s, strict=True)]
+        others_s = machine_seconds() - machine_s - (time.process_time() - own_s) - sum(cpu_s) - sum(spent_s)
         self._halt(name, True)
-        idle = idle_spans(start_s, asks, answers, len(self._cores))
-        trained_s, spent = 0.0, [0.0]
-        if trainers is not None:
-            spent = [b - a for a, b in zip(worker_cpu_s, trainers.cpu_s(), strict=True)]
+        idle, trained_s = idle_spans(start_s, asks, answers, len(self._cores)), 0.0
+        if trainers is not None and name == "tlt":
             time.sleep(SETTLE_S)
             records = trainers.sink.records[mark:]
             for i, spans in enumerate(idle):
@@ -245,11 +247,12 @@ class Bench:
         return answers, Turn(
             sum(a.length for a in asks),
             end_s - start_s,
-            used,
+            tuple(cpu_s),
             sum(b - a for spans in idle for a, b in spans),
             trained_s,
-            sum(spent[:-1]),
-            spent[-1],
+            sum(spent_s[:-1]),
+            spent_s[-1],
+            max(0.0, others_s),
         )
 
     def _compare(self, name: str, asks: Sequence[Ask], plain: Sequence[Answer], others: Sequence[Answer]) -> None:

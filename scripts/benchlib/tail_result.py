@@ -29,6 +29,7 @@ def summary(bench: Bench, skip_first: bool) -> dict[str, Any]:
     result |= _speedups(walls)
     result["cpu"] = {f"{name}_s": statistics.median(values) for name, values in cpus.items()} | _speedups(cpus)
     outputs = {name: turns.outputs for name, turns in bench.turns.items() if name != "plain"}
+    result["others_share"] = _others([t for turns in steps.values() for t in turns])
     result["same_outputs"] = all(found.different == 0 for found in outputs.values())
     result["outputs"] = {name: asdict(found) for name, found in outputs.items()}
     result["rounds"] = {name: [_turn(t) for t in turns.steps] for name, turns in bench.turns.items()}
@@ -57,6 +58,11 @@ def _speedups(seconds: dict[str, list[float]]) -> dict[str, float]:
     if "tlt" in seconds and "static" in seconds:
         found["over_static"] = ratio(seconds["static"], seconds["tlt"])
     return found
+
+
+def _others(turns: Sequence[Turn]) -> float:
+    """Cores that processes of others kept busy meanwhile."""
+    return sum(t.others_cpu_s for t in turns) / sum(t.wall_s for t in turns)
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
@@ -100,13 +106,16 @@ def _notes(note: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside(pairs: Sequence[tuple[Turn, Turn]]) -> dict[str, float]:
-    """``slowdown``: by how much a token takes longer beside training, as a share."""
+    """``slowdown``: by how much a token takes longer beside training, as a share. By wall time it also holds what the
+    training keeps others from: processes of others move to the core where the server is."""
     alone, beside = zip(*pairs, strict=True)
     return {
         "alone_tps": statistics.median(t.num_tokens / t.wall_s for t in alone),
         "beside_tps": statistics.median(t.num_tokens / t.wall_s for t in beside),
         "slowdown": ratio([t.wall_s for t in beside], [t.wall_s for t in alone]) - 1,
         "cpu_slowdown": ratio([max(t.cpu_s) for t in beside], [max(t.cpu_s) for t in alone]) - 1,
+        "worker_share": sum(t.worker_cpu_s for t in beside) / sum(t.wall_s for t in beside),
+        "others_share": _others([*alone, *beside]),
         "rounds": len(pairs),
     }
 

@@ -28,7 +28,7 @@ from scripts.benchlib.report import end, free_port
 from scripts.benchlib.serving import ServerError
 from scripts.benchlib.tail_server import TailServer
 
-__all__ = ["Group", "Process", "Sink", "Trainers", "cpu_seconds"]
+__all__ = ["Group", "Process", "Sink", "TrainerPlan", "Trainers", "machine_seconds"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
@@ -42,6 +42,13 @@ def cpu_seconds(pid: int) -> float:
     """Processor time of all threads of a process so far."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) * _TICK_S
+
+
+def machine_seconds() -> float:
+    """Processor time of everything on this machine so far, time lost to its host included."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    user, nice, system, _, _, irq, soft, steal = (int(word) for word in words[1:9])
+    return (user + nice + system + irq + soft + steal) * _TICK_S
 
 
 class Process:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from areal_dta.drafter.arms import Arm
+from areal_dta.drafter.arms import OFF, Arm
 from areal_dta.drafter.draft_tree import ROOT, DraftTree
 from areal_dta.drafter.step_model import Acceptance
 from areal_dta.rollout.server.scheduler import Scheduler
@@ -27,12 +27,18 @@ class ScriptedTuner:
     """Plays the given arms in turn."""
 
     def __init__(self, arms: Iterable[Arm]) -> None:
-        self._arms = itertools.cycle(arms)
+        self._arms: Iterator[Arm] = itertools.cycle(arms)
         self.acceptance = Acceptance()
         self.records: list[tuple[Arm, int, int]] = []
 
     def choose(self, batch: int, context_tokens: int) -> Arm:
         return next(self._arms)
+
+    def beside_prefill(self, batch: int, context_tokens: int, num_rows: int) -> Arm:
+        return next(self._arms)
+
+    def remove(self, drafter: str) -> None:
+        self._arms = itertools.repeat(OFF)
 
     def new_version(self) -> None:
         pass

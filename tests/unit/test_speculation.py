@@ -14,7 +14,7 @@ from areal_dta.drafter.arms import DEFAULT_ARMS, OFF, Arm, available_arms
 from areal_dta.drafter.draft_tree import DraftTree
 from areal_dta.drafter.ngram import NgramIndex
 from areal_dta.nn import DecoderConfig, load_decoder
-from areal_dta.rollout.server import scheduler as scheduler_module
+from areal_dta.rollout.server import speculation as speculation_module
 from areal_dta.rollout.server.ngram_drafter import NgramDrafter
 from areal_dta.rollout.server.scheduler import Scheduler
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, SamplingParams, TokenLogprobs
@@ -187,7 +187,7 @@ def test_samples_without_seeds_have_plain_decodings_distribution_and_a_planted_b
 
     assert deviation(speculated()) < 4
 
-    honest = scheduler_module.draw_tokens
+    honest = speculation_module.draw_tokens
 
     def eager(ready: list[ServerSequence], logits_RV: torch.Tensor) -> list[TokenLogprobs | None]:
         """Takes what was drafted one time in five, although another token was drawn."""
@@ -198,5 +198,27 @@ def test_samples_without_seeds_have_plain_decodings_distribution_and_a_planted_b
                 out[i] = TokenLogprobs(drafted, 0.0)
         return out
 
-    monkeypatch.setattr(scheduler_module, "draw_tokens", eager)
+    monkeypatch.setattr(speculation_module, "draw_tokens", eager)
     assert deviation(speculated()) > 8
+
+
+def test_a_drafter_that_fails_is_left_out_and_the_answers_stay(folders: dict[str, Path]):
+    requests = mixed_requests(20, VOCAB, seed=29)
+    plain = run_all(spelling(make_scheduler(folders["qwen3"], torch.float64)), requests, 4)
+
+    class Failing(Oracle):
+        """Runs out of memory in its third step."""
+
+        calls = 0
+
+        def draft(self, seqs: list[ServerSequence], arm: Arm) -> list[DraftTree]:
+            self.calls += 1
+            if self.calls == 3:
+                raise RuntimeError("out of memory")
+            return super().draft(seqs, arm)
+
+    scheduler = speculating(folders["qwen3"], torch.float64, Failing(answers_of(plain), 0.9, VOCAB, seed=4))
+    assert different(plain, run_all(scheduler, requests, 4)) == []
+    assert scheduler.speculator is not None
+    assert scheduler.speculator.drafter is None
+    assert "out of memory" in str(scheduler.speculator.problem)

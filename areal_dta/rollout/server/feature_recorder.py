@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,9 @@ from areal_dta.drafter.buffer_files import Sample
 from areal_dta.rollout.server.sequence import Sequence as Request
 from areal_dta.rollout.server.sequence import Step
 
-__all__ = ["FeatureRecorder", "RecorderSettings"]
+__all__ = ["FeatureRecorder", "Outcome", "RecorderSettings"]
+
+Outcome = Literal["finished", "aborted", "retracted"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,10 @@ class FeatureRecorder:
                 self._write(seq, finished=False)
                 del self._records[seq]
 
-    def release(self, seq: Request, finished: bool) -> None:
-        """``seq`` is answered, or computed again from its start later (then nothing of it is kept)."""
-        if finished:
-            self._write(seq, finished=True)
+    def release(self, seq: Request, outcome: Outcome) -> None:
+        """Nothing is kept of a sequence that is computed again from its start later."""
+        if outcome != "retracted":
+            self._write(seq, finished=outcome == "finished")
         self._records.pop(seq, None)
 
     def _chosen(self, seq: Request) -> bool:

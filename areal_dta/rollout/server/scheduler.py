@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from areal_dta.drafter.draft_tree import ROOT, DraftTree
+from areal_dta.drafter.draft_tree import DraftTree
 from areal_dta.nn import DecoderWeights
+from areal_dta.rollout.server.feature_recorder import Outcome
 from areal_dta.rollout.server.kv_cache import CacheFull, KVCache
-from areal_dta.rollout.server.logits import draw_tokens
 from areal_dta.rollout.server.paged_attention import SharedPrefix, Span, find_shared
 from areal_dta.rollout.server.runner import ModelRunner
 from areal_dta.rollout.server.sequence import FinishReason, Sequence, Step, TokenLogprobs
-from areal_dta.rollout.server.speculation import Speculator, kv_moves, tree_span
+from areal_dta.rollout.server.speculation import Speculator, kv_moves, tree_span, walk
 
 __all__ = ["Scheduler", "SchedulerLimits", "StepStats"]
 
@@ -86,7 +86,7 @@ class Scheduler:
         for seq in chosen:
             if seq in self.running:
                 self.running.remove(seq)
-                self._release(seq)
+                self._release(seq, "aborted")
             else:
                 self.waiting.remove(seq)
             self.stats.aborted[cause] += 1
@@ -148,8 +148,11 @@ class Scheduler:
         work = self._plan_step()
         if not work:
             return 0
-        decoding = self.speculator is not None and all(seq.num_remaining == 1 for seq in work)
-        trees = self.speculator.draft(work) if decoding and self.speculator else {}
+        trees: dict[Sequence, DraftTree] = {}
+        decoding = [seq for seq in work if seq.num_remaining == 1] if self.speculator is not None else []
+        if self.speculator is not None and decoding:
+            prefill_rows = sum(seq.scheduled_end - seq.num_computed for seq in work) - len(decoding)
+            trees = self.speculator.draft(decoding, prefill_rows)
         spans = [tree_span(seq, trees.get(seq)) for seq in work]
         ids = [t for seq, s in zip(work, spans, strict=True) for t in _span_ids(seq, s, trees.get(seq))]
         hidden_TD, features_TF = self.runner.forward_features(spans, ids, self._shared_prefixes(work, spans))
@@ -167,20 +170,18 @@ class Scheduler:
                 first[seq] = len(rows)
                 rows.extend(range(row + seq.num_computed - span.start - 1, row + size))
             row += size
-        drawn = 0
-        accepted: dict[Sequence, list[int]] = {}
-        finished: list[tuple[Sequence, FinishReason]] = []
-        if first:
-            drawn = self._draw(first, self.runner.logits(hidden_TD, rows), trees, accepted, finished)
+        before = self.stats.generated_tokens
+        accepted, finished = walk(first, self.runner.logits(hidden_TD, rows), trees, self._take) if first else ({}, [])
+        drawn = self.stats.generated_tokens - before
         if trees:
             self._keep_accepted(steps, accepted)
         if self.speculator is not None:
             self.speculator.observe(steps, hidden_TD, features_TF)
             if decoding:
-                self.speculator.end_step(work, trees, accepted, drawn)
+                self.speculator.end_step(decoding, trees, accepted, drawn, alone=len(decoding) == len(work))
         for seq, reason in finished:
             self.running.remove(seq)
-            self._release(seq)
+            self._release(seq, "finished")
             self._finish(seq, reason)
         self.stats.steps += 1
         return drawn
@@ -305,16 +306,16 @@ class Scheduler:
 
     def _retract(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self._release(seq, finished=False)
+        self._release(seq, "retracted")
         if not seq.scored:
             seq.input_logprobs.clear()
             seq.input_top.clear()
         self.waiting.appendleft(seq)
         self.stats.retractions += 1
 
-    def _release(self, seq: Sequence, finished: bool = True) -> None:
+    def _release(self, seq: Sequence, outcome: Outcome) -> None:
         if self.speculator is not None:
-            self.speculator.release(seq, finished)
+            self.speculator.release(seq, outcome)
         self.cache.store(seq.tokens, seq.path, seq.own_pages, 0 if seq.mixed else seq.num_computed)
         seq.mixed = False
         seq.path, seq.own_pages, seq.table, seq.num_computed, seq.scheduled_end = [], [], [], 0, 0
@@ -332,44 +333,16 @@ class Scheduler:
             seq.input_top.extend(tops)
         seq.scored = span.end >= seq.prompt_len
 
-    def _draw(
-        self,
-        first: dict[Sequence, int],
-        logits_RV: torch.Tensor,
-        trees: dict[Sequence, DraftTree],
-        accepted: dict[Sequence, list[int]],
-        finished: list[tuple[Sequence, FinishReason]],
-    ) -> int:
-        """Draw the next token of every sequence, and go on below it as long as it had been drafted."""
-        live, node, drawn = list(first), dict.fromkeys(first, ROOT), 0
-        while live:
-            rows = [first[seq] + 1 + node[seq] for seq in live]
-            # A copy: drawing overwrites its logits.
-            chosen_RV = logits_RV if not trees else logits_RV[torch.tensor(rows, device=logits_RV.device)]
-            going: list[Sequence] = []
-            for seq, entry in zip(live, draw_tokens(live, chosen_RV), strict=True):
-                reason, added = self._take(seq, entry)
-                drawn += added
-                if reason is not None:
-                    finished.append((seq, reason))
-                child = trees[seq].child(node[seq], entry.token) if entry is not None and seq in trees else None
-                if child is not None and reason is None:
-                    node[seq] = child
-                    accepted.setdefault(seq, []).append(child)
-                    going.append(seq)
-            live = going
-        return drawn
-
-    def _take(self, seq: Sequence, entry: TokenLogprobs | None) -> tuple[FinishReason | None, int]:
-        """Append a drawn token; why the sequence ends with it, if it does, and how many tokens were added."""
+    def _take(self, seq: Sequence, entry: TokenLogprobs | None) -> FinishReason | None:
+        """Append a drawn token; why the sequence ends with it, if it does."""
         if seq.request.sampling.max_new_tokens == 0:  # scoring only
-            return FinishReason("length"), 0
+            return FinishReason("length")
         if entry is None:
             self.stats.aborted["stuck"] += 1
-            return FinishReason("abort", message="No token of the vocabulary continues the forced tool call"), 0
+            return FinishReason("abort", message="No token of the vocabulary continues the forced tool call")
         seq.append(entry, self.version)
         self.stats.generated_tokens += 1
-        return self._finish_reason(seq, entry.token), 1
+        return self._finish_reason(seq, entry.token)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         if self.speculator is not None:

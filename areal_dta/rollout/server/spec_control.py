@@ -75,12 +75,11 @@ class SpecControl:
         ngram = NgramDrafter(NgramIndex(settings.ngram)) if uses_ngram else None
         self._speculator = Speculator(scheduler.cache, tuner, ngram, None, recorder)
         scheduler.speculator = self._speculator
-        self.problem: str | None = None  # why the drafter that was asked for is not in use
         if settings.drafter is not None:
             try:
                 self.install(self.read(settings.drafter, None, None))
             except (ValueError, OSError, MemoryError) as error:
-                self.problem = str(error)
+                self._speculator.problem = str(error)
                 log.warning("decoding goes on without the drafter %s: %s", settings.drafter, error)
 
     @property
@@ -100,6 +99,11 @@ class SpecControl:
 
         MemoryError when there is no room for its KV: then there is no drafter."""
         drafter, scheduler = self._speculator.drafter, self._scheduler
+        if self._speculator.recorder is not None and bool(update.weights.config.hidden_layers) != self._settings.eagle3:
+            raise DrafterMismatch(
+                f"drafter {update.version} is of kind {update.weights.config.kind}, but this server records what the "
+                "training of another kind needs; set tlt.kind"
+            )
         if isinstance(drafter, EagleRuntime) and drafter.fits(update.weights):
             drafter.swap(update.weights, update.version)
         else:
@@ -114,11 +118,11 @@ class SpecControl:
             except (RuntimeError, MemoryError) as error:
                 if had_memory:
                     scheduler.runner.kv.restore()
-                self.problem = f"no memory for drafter {update.version}; lower max_total_tokens ({error})"
-                raise MemoryError(self.problem) from error
+                self._speculator.problem = f"no memory for drafter {update.version}; lower max_total_tokens ({error})"
+                raise MemoryError(self._speculator.problem) from error
         self._speculator.tuner.set_arms(available_arms(self._settings.arms, ("ngram", "eagle")))
         self._speculator.tuner.new_version("eagle")
-        self.problem = None
+        self._speculator.problem = None
         log.info("drafter %s in use", update.version)
 
     def close(self) -> None:
@@ -144,7 +148,7 @@ class SpecControl:
         taken = dict(self._writer.counters) if self._writer is not None else {}
         return {
             "drafter_version": self.drafter_version,
-            "problem": self.problem,
+            "problem": self._speculator.problem,
             "accept_length": stats.accept_length,
             "draft_steps": stats.sequence_steps,
             "drafted_tokens": stats.drafted_tokens,

@@ -18,17 +18,18 @@ from typing import Protocol
 import torch
 
 from areal_dta.drafter.arms import OFF, Arm
-from areal_dta.drafter.draft_tree import EMPTY, DraftTree
+from areal_dta.drafter.draft_tree import EMPTY, ROOT, DraftTree
 from areal_dta.drafter.tuner import Tuner
 from areal_dta.nn import DecoderWeights
-from areal_dta.rollout.server.feature_recorder import FeatureRecorder
+from areal_dta.rollout.server.feature_recorder import FeatureRecorder, Outcome
 from areal_dta.rollout.server.kv_cache import CacheFull, KVCache
+from areal_dta.rollout.server.logits import draw_tokens
 from areal_dta.rollout.server.ngram_drafter import NgramDrafter
 from areal_dta.rollout.server.paged_attention import Span
+from areal_dta.rollout.server.sequence import FinishReason, Step, TokenLogprobs
 from areal_dta.rollout.server.sequence import Sequence as Request
-from areal_dta.rollout.server.sequence import Step
 
-__all__ = ["FeatureDrafter", "SpecStats", "Speculator", "kv_moves", "tree_span"]
+__all__ = ["FeatureDrafter", "SpecStats", "Speculator", "kv_moves", "tree_span", "walk"]
 
 log = logging.getLogger(__name__)
 Trees = dict[Request, DraftTree]
@@ -88,19 +89,25 @@ class Speculator:
         self._cache = cache
         self._ngram = ngram
         self.drafter = drafter
+        self.problem: str | None = None  # why the drafter that was asked for is not in use
         self.recorder = recorder
         self._clock = clock
         self._arm = OFF
         self._context = 0
         self._started = self._drafted = 0.0
 
-    def draft(self, work: Sequence[Request]) -> Trees:
-        """Start a decoding step: a tree for every sequence that gets one; their page tables have room for it."""
+    def draft(self, work: Sequence[Request], prefill_rows: int) -> Trees:
+        """Start a step of the decoding sequences ``work``: a tree for each that gets one, with room in its page table.
+        ``prefill_rows`` of prompts are computed beside them."""
         self._started = self._drafted = self._clock()
         self._context = sum(len(seq.tokens) for seq in work) // len(work)
-        self._arm = arm = self.tuner.choose(len(work), self._context)
+        if prefill_rows:
+            arm = self.tuner.beside_prefill(len(work), self._context, prefill_rows)
+        else:
+            arm = self.tuner.choose(len(work), self._context)
+        self._arm = arm
         if arm == OFF:
-            if self._ngram is not None:
+            if self._ngram is not None and not prefill_rows:
                 self._ngram.try_on_paper(work, self.tuner.acceptance)
             return {}
         drafter = self.drafter if arm.drafter == "eagle" else None
@@ -110,10 +117,23 @@ class Speculator:
             self._arm = OFF  # nobody has room: a plain step
             return {}
         source = self._ngram if drafter is None else drafter
-        trees = [EMPTY] * len(ready) if source is None else source.draft(ready, arm)
+        try:
+            trees = [EMPTY] * len(ready) if source is None else source.draft(ready, arm)
+        except RuntimeError as error:
+            if drafter is None:
+                raise
+            self._give_up(error)
+            return {}
         found = {seq: tree.trimmed(_room(seq)) for seq, tree in zip(ready, trees, strict=True)}
         self._drafted = self._clock()
         return {seq: tree for seq, tree in found.items() if len(tree)}
+
+    def _give_up(self, error: RuntimeError) -> None:
+        """The drafter failed, for want of memory as a rule: decoding goes on without it."""
+        self.problem = f"the drafter failed and is off: {error}"
+        log.error("decoding goes on without the drafter: %s", error)
+        self.drafter, self._arm = None, OFF
+        self.tuner.remove("eagle")
 
     def _reserve(self, seq: Request, slots: int) -> bool:
         """Pages for ``slots`` tokens after the pending one; drafts never push another sequence out."""
@@ -136,8 +156,11 @@ class Speculator:
         if self.recorder is not None:
             self.recorder.observe(steps, hidden_TD, features_TF)
 
-    def end_step(self, work: Sequence[Request], trees: Trees, accepted: dict[Request, list[int]], drawn: int) -> None:
-        """A decoding step is over: ``drawn`` tokens, of which ``accepted`` were drafted."""
+    def end_step(
+        self, work: Sequence[Request], trees: Trees, accepted: dict[Request, list[int]], drawn: int, alone: bool
+    ) -> None:
+        """A step of the decoding sequences ``work`` is over, in which ``drawn`` tokens came and ``accepted`` had been
+        drafted. Unless they were ``alone`` it does not show what decoding costs."""
         seconds = self._clock() - self._started
         by_depth = [0] * self._arm.depth
         for seq, tree in trees.items():
@@ -150,6 +173,8 @@ class Speculator:
             self.stats.drafted_tokens += len(tree)
             self.stats.accepted_tokens += num_accepted
         self.stats.sequence_steps += len(trees)
+        if not alone:
+            return
         self.stats.steps_by_arm[self._arm.name] += 1
         self.stats.seconds_by_arm[self._arm.name] += seconds
         self.stats.tokens_by_arm[self._arm.name] += drawn
@@ -167,17 +192,47 @@ class Speculator:
         if self.recorder is not None:
             self.recorder.new_target(version)
 
-    def release(self, seq: Request, finished: bool) -> None:
-        """``seq`` gives its pages back: answered if ``finished``, else to be computed again."""
+    def release(self, seq: Request, outcome: Outcome) -> None:
+        """``seq`` gives its pages back."""
         if self.drafter is not None:
             self.drafter.forget(seq)
         if self.recorder is not None:
-            self.recorder.release(seq, finished)
+            self.recorder.release(seq, outcome)
 
     def finish(self, seq: Request) -> None:
         """``seq`` is answered; what it said helps its siblings."""
         if self._ngram is not None:
             self._ngram.finish(seq)
+
+
+def walk(
+    first: dict[Request, int],
+    logits_RV: torch.Tensor,
+    trees: Trees,
+    take: Callable[[Request, TokenLogprobs | None], FinishReason | None],
+) -> tuple[dict[Request, list[int]], list[tuple[Request, FinishReason]]]:
+    """Draw the next token of every sequence (``first``: its first row of logits), and go on below it as long as it had
+    been drafted. ``take`` appends a token and says whether it was the last. Returns accepted nodes, and who is done."""
+    accepted: dict[Request, list[int]] = {}
+    finished: list[tuple[Request, FinishReason]] = []
+    live, node = list(first), dict.fromkeys(first, ROOT)
+    while live:
+        rows = [first[seq] + 1 + node[seq] for seq in live]
+        # A copy: drawing overwrites its logits.
+        chosen_RV = logits_RV if not trees else logits_RV[torch.tensor(rows, device=logits_RV.device)]
+        going: list[Request] = []
+        for seq, entry in zip(live, draw_tokens(live, chosen_RV), strict=True):
+            reason = take(seq, entry)
+            if reason is not None:
+                finished.append((seq, reason))
+                continue
+            child = trees[seq].child(node[seq], entry.token) if entry is not None and seq in trees else None
+            if child is not None:
+                node[seq] = child
+                accepted.setdefault(seq, []).append(child)
+                going.append(seq)
+        live = going
+    return accepted, finished
 
 
 def _room(seq: Request) -> int:
