@@ -37,7 +37,10 @@ from areal_dta.rollout.server.sequence import Step
 
 __all__ = ["EagleRuntime"]
 
-FILL_ROWS = 512  # rows without drafter KV that a sequence may collect before they are filled
+# Rows without drafter KV that a sequence may collect before they are filled, together with others'. Until then views
+# keep the features of their whole steps alive; of steps with more rows than LARGE_STEP (prompts) a few are copied.
+FILL_ROWS = 64
+LARGE_STEP = 256
 
 
 @dataclass
@@ -104,13 +107,12 @@ class EagleRuntime:
                 track = self._tracks[step.seq] = self._new_track(step.seq, step.start)
             lo, hi = step.rows[0], step.rows[-1] + 1
             mine_TF = features_TF[lo:hi] if hi - lo == len(step.rows) else features_TF[step.rows]
-            # A view keeps the features of the whole step alive, so a few rows of many are copied.
-            track.rows.append(mine_TF.clone() if 4 * len(mine_TF) < len(features_TF) else mine_TF)
+            track.rows.append(mine_TF.clone() if len(features_TF) > max(LARGE_STEP, 4 * len(mine_TF)) else mine_TF)
             track.end += len(step.rows)
             if track.end - track.filled >= FILL_ROWS:
                 full.append(step.seq)
         if full:
-            self._fill(full)
+            self._fill([seq for seq, track in self._tracks.items() if track.end - track.filled >= FILL_ROWS // 2])
 
     def _new_track(self, seq: Request, start: int) -> _Track:
         if start == 0:

@@ -22,6 +22,9 @@ __all__ = ["FeatureRecorder", "Outcome", "RecorderSettings"]
 Outcome = Literal["finished", "aborted", "retracted"]
 
 
+VIEWS_KEPT = 64
+
+
 @dataclass(frozen=True)
 class RecorderSettings:
     """``share`` of the sequences, chosen by their seeds, is recorded, in pieces of at most ``max_tokens``."""
@@ -44,6 +47,15 @@ class _Record:
     hidden_rows: list[torch.Tensor] = field(default_factory=list)  # where the features are something else
     num_tokens: int = 0
 
+    def add(self, part: torch.Tensor, hidden_part: torch.Tensor | None) -> None:
+        self.rows.append(part)
+        if hidden_part is not None:
+            self.hidden_rows.append(hidden_part)
+        self.num_tokens += len(part)
+        if len(self.rows) >= VIEWS_KEPT:  # each keeps the rows of its whole step alive
+            self.rows = [torch.cat(self.rows)]
+            self.hidden_rows = [torch.cat(self.hidden_rows)] if self.hidden_rows else []
+
 
 class FeatureRecorder:
     """On the model thread; the writer's own thread does the writing. Features are kept as float16 on the host."""
@@ -64,21 +76,21 @@ class FeatureRecorder:
         self._num_updates += 1
 
     def observe(self, steps: Sequence[Step], hidden_TD: torch.Tensor, features_TF: torch.Tensor) -> None:
-        for step in steps:
-            seq = step.seq
-            if not self._chosen(seq):
-                continue
-            record = self._records.get(seq)
+        chosen = [step for step in steps if self._chosen(step.seq)]
+        if not chosen:
+            return
+        rows = [row for step in chosen for row in step.rows]
+        sizes = [len(step.rows) for step in chosen]
+        parts = _on_host(features_TF, rows).split(sizes)
+        hidden_parts = _on_host(hidden_TD, rows).split(sizes) if features_TF is not hidden_TD else [None] * len(sizes)
+        for step, part, hidden_part in zip(chosen, parts, hidden_parts, strict=True):
+            record = self._records.get(step.seq)
             if record is None:
-                record = self._records[seq] = _Record(step.start)
-            # A copy: a view would keep the whole step's features alive.
-            record.rows.append(features_TF[step.rows].to("cpu", torch.float16))
-            if features_TF is not hidden_TD:
-                record.hidden_rows.append(hidden_TD[step.rows].to("cpu", torch.float16))
-            record.num_tokens += len(step.rows)
+                record = self._records[step.seq] = _Record(step.start)
+            record.add(part, hidden_part)
             if record.num_tokens >= self._settings.max_tokens:
-                self._write(seq, finished=False)
-                del self._records[seq]
+                self._write(step.seq, finished=False)
+                del self._records[step.seq]
 
     def release(self, seq: Request, outcome: Outcome) -> None:
         """Nothing is kept of a sequence that is computed again from its start later."""
@@ -119,3 +131,8 @@ class FeatureRecorder:
         """A run names its versions EPOCH:NUMBER; elsewhere updates are counted."""
         match = re.fullmatch(r".*:(\d+)", self._version)
         return int(match[1]) if match else self._num_updates
+
+
+def _on_host(values_TF: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """One transfer for all sequences of a step; never a view of what came in."""
+    return values_TF[rows].to("cpu", torch.float16)
