@@ -140,6 +140,8 @@ class Fleet:
     def close(self) -> None:
         processes = [p for p in (*self.workers.values(), self.coordinator) if not p.killed]
         for process in processes:
+            process.wait_ready()  # one that was started just now has no signal handler yet
+        for process in processes:
             process.terminate()
         codes = {p.name: p.stop() for p in processes}
         for server in self.servers.values():

@@ -6,6 +6,7 @@ Scripted servers in this process, as the embedded server and as releases of SGLa
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from areal_dta.rollout import router_pool
 from areal_dta.rollout.router_pool import Current, Pool, PoolTimeouts
 from areal_dta.rollout.sglang_contract import PINNED, contract_of
 
@@ -162,7 +164,13 @@ def test_requests_make_way_for_an_update_as_the_release_can(release: str | None,
     scenario(run)
 
 
-def test_what_a_release_cannot_do_is_logged_when_it_joins(caplog: pytest.LogCaptureFixture):
+def test_what_a_release_cannot_do_is_logged_when_it_joins(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    # Of its own, since libraries that were imported before may have replaced the root logger that caplog listens to.
+    monkeypatch.setattr(router_pool, "log", logging.Logger("router_pool"))
+    router_pool.log.addHandler(caplog.handler)
+
     async def run() -> None:
         async with pool_of(Scripted(PINNED)):
             pass
