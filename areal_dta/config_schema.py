@@ -285,7 +285,7 @@ class TltConfig:
     kind: Literal["eagle", "hass", "eagle3"] = "eagle"  # of a drafter that is trained from scratch
     draft_ids: str | None = None  # npy file of the draft vocabulary's target ids; null: the whole vocabulary
     learning_rate: float = 1e-3
-    record_share: float = 1.0  # of the sequences whose hidden states are recorded
+    record_share: float = 0.25  # of the sequences whose hidden states are recorded
     record_tokens: int = 4096  # tokens of one sample at most
     buffer_bytes: Bytes = Bytes(1 << 30)  # of recorded samples, per server
     min_idle_servers: int = 1  # so many idle servers start training

@@ -32,11 +32,15 @@ HEADS_KEPT = 3
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """A micro-step should take ``micro_step_s``: it bounds how long preemption takes. Its tokens follow from that."""
+    """A micro-step should take ``micro_step_s``: it bounds how long preemption takes. Its tokens follow from that.
+
+    ``duty`` is the share of the time spent computing: servers on other cores share memory bandwidth and caches with it.
+    """
 
     micro_step_s: float = 0.3
     min_micro_tokens: int = 32
     max_micro_tokens: int = 4096
+    duty: float = 0.6
     first_micro_tokens: int = 128
 
 
@@ -64,6 +68,7 @@ class Learner:
         self._version = ""
         self.last_tokens = 0  # of the last micro-step
         self.longest_micro_step_s = 0.0
+        self.rest_s = 0.0  # to be waited after the last micro-step
         self.counters: Counter[str] = Counter()
 
     def refresh(self) -> int:
@@ -93,6 +98,7 @@ class Learner:
         found = self.trainer.gradients([batch])
         took_s = time.perf_counter() - start_s
         self.longest_micro_step_s = max(self.longest_micro_step_s, took_s)
+        self.rest_s = took_s * (1 - self._settings.duty) / self._settings.duty
         self._resize(batch.num_tokens, took_s)
         return Share(found.mean_P * found.num_rows, found.num_rows, found.loss * found.num_rows, found.scores)
 

@@ -94,4 +94,6 @@ def accumulate(
             control.report(num_samples=0)
             control.wait(SLICE_S)
             break
+        if state.learner.rest_s > 0:
+            control.wait(state.learner.rest_s)
     return state.share is not None and state.lineage == lineage

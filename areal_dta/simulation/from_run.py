@@ -172,6 +172,7 @@ def calibrate(
     )
     if run.usage is not None:
         settings = with_background(settings, speeds, workload, observed.stretch)
+        settings = _no_slower(settings, speeds, workload, observed.step_s)
     speeds = _fit_latency(settings, speeds, workload, observed.step_s)
     return MeasuredRun(settings, speeds, workload, observed, simulate(settings, speeds, workload))
 
@@ -328,6 +329,27 @@ def with_background(
         middle = (low + high) / 2
         low, high = (middle, high) if excess(middle) < 0 else (low, middle)
     return dataclasses.replace(settings, background=(low + high) / 2)
+
+
+def _no_slower(
+    settings: SimulationSettings, speeds: Speeds, workload: TraceWorkload, step_s: float
+) -> SimulationSettings:
+    """With no more background than the recorded step time allows. Training steps stretch for other reasons as well
+    (bursts of a run's own processes), which the even sharing of cores does not show."""
+
+    def excess(background: float) -> float:
+        return simulate(dataclasses.replace(settings, background=background), speeds, workload).step_s - step_s
+
+    high = settings.background
+    if high == 0.0 or excess(high) <= 0:
+        return settings
+    low = 0.0
+    tried = {low: excess(low)}
+    for _ in range(_FIT_ROUNDS if tried[low] < 0 else 0):
+        middle = (low + high) / 2
+        tried[middle] = excess(middle)
+        low, high = (middle, high) if tried[middle] < 0 else (low, middle)
+    return dataclasses.replace(settings, background=min(tried, key=lambda background: abs(tried[background])))
 
 
 def _fit_latency(settings: SimulationSettings, speeds: Speeds, workload: TraceWorkload, step_s: float) -> Speeds:

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool-rounds", type=int, default=3)
     parser.add_argument("--observation", type=int, default=32, help="tokens between two turns")
     parser.add_argument("--beside-rounds", type=int, default=3, help="of decoding beside training; 0: not measured")
-    parser.add_argument("--record-share", type=finite, default=1.0, help="of the answers recorded for training")
+    parser.add_argument("--record-share", type=finite, default=0.25, help="of the answers recorded for training")
     parser.add_argument("--publish-steps", type=int, default=20, help="training steps between two drafters")
     parser.add_argument("--step-tokens", type=int, default=1024, help="what a worker contributes to a training step")
     parser.add_argument("--seed", type=int, default=0)

@@ -54,6 +54,8 @@ class VectorLearner:
 
     last_tokens = 2
 
+    rest_s = 0.0
+
     def __init__(self, start: float, gradient: float) -> None:
         self.trainer = VectorTrainer(start)
         self.gradient = gradient
