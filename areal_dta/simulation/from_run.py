@@ -24,7 +24,7 @@ from areal_dta.simulation.workload import TraceWorkload, read_traces
 from areal_dta.tree.cost import CostModel
 from areal_dta.tree.timing import nnls
 
-__all__ = ["MeasuredRun", "Observed", "calibrate", "observe", "with_background"]
+__all__ = ["MeasuredRun", "Observed", "calibrate", "no_slower", "observe", "with_background"]
 
 SKIPPED_STEPS = 1  # the first one fills pools and compiles
 _INTERVAL_S = 0.6  # of server samples taken together
@@ -172,7 +172,7 @@ def calibrate(
     )
     if run.usage is not None:
         settings = with_background(settings, speeds, workload, observed.stretch)
-        settings = _no_slower(settings, speeds, workload, observed.step_s)
+        settings = no_slower(settings, speeds, workload, observed.step_s)
     speeds = _fit_latency(settings, speeds, workload, observed.step_s)
     return MeasuredRun(settings, speeds, workload, observed, simulate(settings, speeds, workload))
 
@@ -331,7 +331,7 @@ def with_background(
     return dataclasses.replace(settings, background=(low + high) / 2)
 
 
-def _no_slower(
+def no_slower(
     settings: SimulationSettings, speeds: Speeds, workload: TraceWorkload, step_s: float
 ) -> SimulationSettings:
     """With no more background than the recorded step time allows. Training steps stretch for other reasons as well

@@ -21,6 +21,7 @@ from areal_dta.batcher.leases import GroupState
 from areal_dta.batcher.settings import BatcherSettings
 from areal_dta.records import Lease, Shard, Trajectory
 from areal_dta.simulation.clock import Clock, Station
+from areal_dta.simulation.from_run import no_slower
 from areal_dta.simulation.pipeline import Simulation
 from areal_dta.simulation.pool import Finished, Grant, Pool
 from areal_dta.simulation.report import simulate
@@ -259,6 +260,17 @@ def test_background_threads_take_their_share_of_the_cores() -> None:
     while clock.step():
         pass
     assert clock.now_s == pytest.approx(4.0)
+
+
+def test_a_calibrated_background_never_makes_the_run_slower_than_it_was() -> None:
+    calm = dataclasses.replace(QUICK, cores=2.0, background=0.2)
+    busy = dataclasses.replace(calm, background=1.5)
+    step_s = simulate(calm, speeds(), LENGTHS).step_s
+    fitted = no_slower(busy, speeds(), LENGTHS, step_s)  # type: ignore[arg-type]
+    assert fitted.background < 1.0
+    assert simulate(fitted, speeds(), LENGTHS).step_s == pytest.approx(step_s, rel=0.03)
+    assert no_slower(busy, speeds(), LENGTHS, 1e9).background == 1.5  # type: ignore[arg-type]
+    assert no_slower(busy, speeds(), LENGTHS, 1e-9).background == 0.0  # type: ignore[arg-type]
 
 
 def test_cancelled_work_says_what_was_left_and_frees_its_core() -> None:
