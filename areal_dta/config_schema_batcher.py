@@ -21,8 +21,6 @@ def check_batcher(config: PPOConfig) -> None:
             f"batcher.filter_equal_rewards=true with gconfig.n_samples={num_samples} would drop every group: one "
             "episode has one reward; raise gconfig.n_samples or set batcher.filter_equal_rewards=false"
         )
-    if batcher.stale_reissues < 0:
-        raise ConfigError(f"batcher.stale_reissues={batcher.stale_reissues} must not be negative")
     if batcher.cost != "time":
         return
     if config.tree_training_mode != "dta":

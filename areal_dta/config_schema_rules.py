@@ -50,6 +50,7 @@ _POSITIVE = (
     "tlt.buffer_bytes",
     "tlt.min_idle_servers",
     "tlt.publish_steps",
+    "tlt.learning_rate",
     "telemetry.interval_s",
     "runtime.num_workers",
     "runtime.threads_per_process",
@@ -72,6 +73,7 @@ _NOT_NEGATIVE = (
     "actor.optimizer.weight_decay",
     "actor.optimizer.gradient_clipping",
     "actor.kl_ctl",
+    "batcher.stale_reissues",
     "runtime.restart_limit",
 )
 # AReaL features that would be ignored silently: the only values accepted, and the remedy is always to drop the key.

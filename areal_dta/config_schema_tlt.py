@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from areal_dta.config_schema import PPOConfig, TltConfig
 from areal_dta.config_schema_alloc import Allocation
 from areal_dta.config_schema_check import ConfigError
+from areal_dta.drafter.arms import Arm
 
 __all__ = ["check_tlt"]
 
-_ARM = re.compile(r"off|(ngram|eagle)-d(\d+)-k(\d+)-v(\d+)")
 _WITH_SGLANG = ("enabled", "drafter", "arms", "max_batch", "max_regret")
 
 
@@ -24,8 +22,6 @@ def check_tlt(config: PPOConfig, alloc: Allocation) -> None:
         raise ConfigError(f"tlt.max_regret={tlt.max_regret} must lie in [0, 1)")
     if not 0 <= tlt.record_share <= 1:
         raise ConfigError(f"tlt.record_share={tlt.record_share} must lie in [0, 1]")
-    if tlt.learning_rate <= 0:
-        raise ConfigError(f"tlt.learning_rate={tlt.learning_rate} must be positive")
     if tlt.idle_s < 0:
         raise ConfigError(f"tlt.idle_s={tlt.idle_s} must not be negative; 0 trains in every idle moment")
     if tlt.train and not tlt.enabled:
@@ -59,10 +55,7 @@ def _check_sglang(config: PPOConfig) -> None:
 
 def _check_arms(tlt: TltConfig) -> None:
     for arm in tlt.arms:
-        match = _ARM.fullmatch(arm)
-        if match is None:
-            raise ConfigError(f"tlt.arms: {arm!r} is not off or DRAFTER-dDEPTH-kTOPK-vVERIFY, as eagle-d4-k2-v7")
-        if match[1] and not 1 <= int(match[2]) <= int(match[4]):
-            raise ConfigError(f"tlt.arms: {arm!r} drafts {match[2]} deep but verifies {match[4]}; it needs 1 <= d <= v")
-        if match[1] and int(match[3]) < 1:
-            raise ConfigError(f"tlt.arms: {arm!r} expands no node; it needs k >= 1")
+        try:
+            Arm.parse(arm)
+        except ValueError as error:
+            raise ConfigError(f"tlt.arms: {arm!r}: {error}") from error

@@ -12,7 +12,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ __all__ = [
     "VersionManifest",
     "folder_digest",
     "read_manifest",
+    "replaced_folder",
     "seal_version",
     "verify",
     "write_version",
@@ -106,6 +108,21 @@ def seal_version(folder: Path, weight_version: str) -> VersionManifest:
     return manifest
 
 
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside ``folder`` to write to; it takes the place of ``folder`` by one rename when the block ends,
+    and is removed when the block fails."""
+    tmp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    tmp.mkdir(parents=True)
+    try:
+        yield tmp
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(tmp, folder)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
 def write_version(
     folder: Path,
     tensors: Mapping[str, np.ndarray],
@@ -121,19 +138,11 @@ def write_version(
     """
     if not tensors:
         raise ValueError(f"no tensors to write to {folder}")
-    tmp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    tmp.mkdir(parents=True)
-    try:
+    with replaced_folder(folder) as tmp:
         if template is not None:
             _copy_companions(template, tmp)
         _write_tensors(tmp / "model.safetensors", tensors, bfloat16)
-        manifest = seal_version(tmp, weight_version)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(tmp, folder)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    return manifest
+        return seal_version(tmp, weight_version)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray], bfloat16: bool) -> None:

@@ -5,6 +5,8 @@ Legend: E episodes of the trace, S rows, T tokens of all rows laid end to end.
 
 from __future__ import annotations
 
+import lzma
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,9 +24,13 @@ __all__ = ["RowKind", "TraceRows", "read_arrays", "read_rows"]
 RowKind = Literal["auto", "episodes", "turns"]
 _TURNS = ("turn_traj", "turn_start", "turn_end")
 _MAX_ID = (1 << 31) - 1
-# What numpy and zipfile raise for damaged or foreign bytes. ValueError: a header, or pickled objects; MemoryError: a
-# header may ask for any size (its text says how much); NotImplementedError: an unknown compression or encryption.
-_UNREADABLE = (OSError, ValueError, EOFError, MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+# What numpy and zipfile raise for damaged or foreign bytes. ValueError, TypeError, TokenError: a header, or pickled
+# objects; MemoryError, OverflowError: a header may ask for any size (its text says how much); RuntimeError: encrypted,
+# or (NotImplementedError) an unknown compression; OSError, zlib.error, LZMAError: damaged compressed bytes.
+_UNREADABLE = (
+    OSError, ValueError, TypeError, EOFError, MemoryError, OverflowError, RuntimeError, tokenize.TokenError,
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,9 @@ class ControlLink:
             status = replace(status, num_samples=num_samples)
         if assignment is not None:
             status = replace(status, round_id=assignment.round_id, leader=assignment.leader)
-        if status.state != self._status.state or bool(status.num_samples) != bool(self._status.num_samples):
-            self._dirty = True
-        self._status = status
+        before, self._status = self._status, status
+        if status.state != before.state or bool(status.num_samples) != bool(before.num_samples):
+            self._dirty = True  # after the status: the thread may send at once
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the thread; raises TimeoutError when it does not end in time."""

@@ -43,7 +43,7 @@ from areal_dta.drafter.states import (
 )
 from areal_dta.process_log import set_up_logging
 
-__all__ = ["Coordinator", "CoordinatorSettings", "post_json"]
+__all__ = ["Coordinator", "CoordinatorSettings", "get_json", "post_json"]
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05
@@ -203,10 +203,19 @@ class Coordinator:
 
 def post_json(url: str, body: Mapping[str, Any], api_key: str | None, timeout_s: float) -> dict[str, Any]:
     """POST to a server of this run and return its JSON answer; raises OSError, or ValueError when it refuses."""
-    headers = {"Content-Type": "application/json"}
+    return _ask(url, json.dumps(body).encode(), api_key, timeout_s)
+
+
+def get_json(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
+    """`post_json`, as a GET."""
+    return _ask(url, None, api_key, timeout_s)
+
+
+def _ask(url: str, data: bytes | None, api_key: str | None, timeout_s: float) -> dict[str, Any]:
+    headers = {} if data is None else {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
+    request = urllib.request.Request(url, data, headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=timeout_s) as response:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from areal_dta.drafter.eagle import EagleWeights, check_draft_ids
 from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig, sglang_obstacles
 from areal_dta.nn.decoder import DecoderWeights, LayerWeights
 from areal_dta.nn.loading import WeightsMismatch, read_tensors
-from areal_dta.weights import TornWeights, VersionManifest, read_manifest, seal_version, verify
+from areal_dta.weights import TornWeights, VersionManifest, read_manifest, replaced_folder, seal_version, verify
 
 __all__ = ["expected_tensors", "read_drafter", "sglang_obstacles", "write_drafter"]
 
@@ -81,9 +79,7 @@ def write_drafter(
     The folder appears by one rename after everything is on disk: a reader sees a complete version or none.
     """
     tensors = _to_files(weights, dtype or weights.dtype)
-    tmp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    tmp.mkdir(parents=True)
-    try:
+    with replaced_folder(folder) as tmp:
         save_file(tensors, tmp / "model.safetensors", metadata={"format": "pt"})
         with (tmp / "model.safetensors").open("rb") as file:
             os.fsync(file.fileno())
@@ -91,13 +87,7 @@ def write_drafter(
         weights.config.write(tmp)
         if weights.draft_ids_Vd is not None and not weights.config.trains_head:
             torch.save(weights.draft_ids_Vd.tolist(), tmp / TOKEN_MAP)
-        manifest = seal_version(tmp, weight_version)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(tmp, folder)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    return manifest
+        return seal_version(tmp, weight_version)
 
 
 def _to_files(weights: EagleWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -8,19 +8,19 @@ servers' key); with SGLang not while the policy is being updated.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shutil
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from areal_dta.drafter.coordinator import post_json
+from safetensors import SafetensorError
+
+from areal_dta.drafter.coordinator import get_json, post_json
 from areal_dta.drafter.eagle import EagleWeights
 from areal_dta.drafter.eagle_files import write_drafter
 from areal_dta.metrics import Publisher
@@ -79,7 +79,7 @@ class DrafterPublisher:
         folder = self.root / f"{PREFIX}{step:09d}"
         try:
             manifest = write_drafter(folder, weights, f"d{step}.{lineage[:6]}")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             log.warning("drafter of step %d could not be written: %s", step, error)
             self._metrics.event("drafter/publish_failed", str(error), step=step)
             return
@@ -126,10 +126,7 @@ def put_drafter(
 
 def _put_into_sglang(url: str, folder: Path, api_key: str | None, timeout_s: float) -> None:
     """With our plugin a drafter's folder reaches the drafter only; otherwise the policy would be loaded from it."""
-    request = urllib.request.Request(f"{url}/server_info", headers={"Authorization": f"Bearer {api_key or ''}"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=timeout_s) as response:
-        info = json.load(response)
+    info = get_json(f"{url}/server_info", api_key, timeout_s)
     algorithm = info.get("speculative_algorithm")
     if not str(algorithm).startswith(SGLANG_ALGORITHM):
         raise ValueError(

@@ -59,7 +59,7 @@ class Leader:
             if message.body.get("lineage") == state.lineage:
                 self._hub.send(message.sender, "same", about)
                 return
-            body, values = encode_state(state.learner.trainer.state_dict())
+            body, values = encode_state(state.learner.trainer.state_dict(copy=False))
             self._hub.send(message.sender, "state", {**about, **body}, values)
             self.counters["states_sent"] += 1
         elif message.kind == "gradients":

@@ -44,7 +44,7 @@ class TrainingState:
         self.share_tokens = 0
 
     def checksum(self) -> int:
-        return checksum(self.learner.trainer.state_dict()["trained_P"])
+        return checksum(self.learner.trainer.state_dict(copy=False)["trained_P"])
 
     def micro_step(self) -> bool:
         """Add a micro-batch to the own part; False: there is nothing to learn from."""

@@ -41,7 +41,7 @@ class SpotTrainer:
         checkpoint: AsyncCheckpoint,
         drafters: DrafterPublisher,
     ) -> None:
-        self._control, self._learner, self._settings = control, learner, settings
+        self._control, self._hub, self._learner, self._settings = control, hub, learner, settings
         self._metrics, self._checkpoint, self._drafters = metrics, checkpoint, drafters
         self._state = TrainingState(learner)
         self._leader = Leader(self._state, control, hub, settings)
@@ -53,7 +53,7 @@ class SpotTrainer:
 
     @property
     def counters(self) -> Counter[str]:
-        return self._leader.counters + self._follower.counters + self._learner.counters
+        return self._leader.counters + self._follower.counters + self._learner.counters + self._hub.counters
 
     def resume(self) -> None:
         """Continue from the newest whole checkpoint when it is further than this worker."""
@@ -162,7 +162,8 @@ class SpotTrainer:
         if step == self._saved_step:
             return
         start_s = time.perf_counter()
-        if self._checkpoint.save(step, self._learner.trainer.state_dict(), {"lineage": self._state.lineage}):
+        state = self._learner.trainer.state_dict(copy=False)  # copied by the checkpoint
+        if self._checkpoint.save(step, state, {"lineage": self._state.lineage}):
             self._saved_step = step
             self._metrics.emit("drafter/checkpoint_block_s", time.perf_counter() - start_s, step=step)
 

@@ -61,10 +61,10 @@ class DrafterTrainer:
     ) -> None:
         weights = follow_target(weights, target)
         self.settings = settings or LossSettings.for_kind(weights.config.kind)
+        self.learning_rate = learning_rate  # after the warm-up; may be changed between steps
         self.num_steps = 0
         self._base = weights
         self._target = target
-        self._learning_rate = learning_rate
         self._max_gradient_norm = max_gradient_norm
         self._warmup_steps = warmup_steps
         self._layout = {name: tensor.shape for name, tensor in trained_tensors(weights).items()}
@@ -111,7 +111,7 @@ class DrafterTrainer:
         norm = float(mean_P.norm())
         if not math.isfinite(norm):
             raise NonFiniteGradient(f"gradient norm {norm} at step {self.num_steps}; the batch is dropped")
-        rate = self._learning_rate * min(1.0, (self.num_steps + 1) / max(1, self._warmup_steps))
+        rate = self.learning_rate * min(1.0, (self.num_steps + 1) / max(1, self._warmup_steps))
         self._optimizer.param_groups[0]["lr"] = rate
         self._flat_P.grad = mean_P.to(self._flat_P) * min(1.0, self._max_gradient_norm / max(norm, 1e-12))
         self._optimizer.step()
@@ -139,16 +139,20 @@ class DrafterTrainer:
         flat_P = self._flat_P.detach().clone()
         return with_tensors(self._base, self._tensors(flat_P))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """What a restart needs besides the config: trained tensors, optimizer moments, step. Copies."""
+    def state_dict(self, copy: bool = True) -> dict[str, torch.Tensor]:
+        """What a restart needs besides the config: trained tensors, optimizer moments, step.
+
+        Without ``copy`` they are those in use, which the next step changes.
+        """
         moments = self._optimizer.state.get(self._flat_P, {})
         empty_P = torch.zeros_like(self._flat_P)
-        return {
-            "trained_P": self._flat_P.detach().clone(),
-            "first_moment_P": moments.get("exp_avg", empty_P).detach().clone(),
-            "second_moment_P": moments.get("exp_avg_sq", empty_P).detach().clone(),
+        state = {
+            "trained_P": self._flat_P.detach(),
+            "first_moment_P": moments.get("exp_avg", empty_P).detach(),
+            "second_moment_P": moments.get("exp_avg_sq", empty_P).detach(),
             "num_steps": torch.tensor(self.num_steps),
         }
+        return {name: tensor.clone() for name, tensor in state.items()} if copy else state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from `state_dict`; DrafterMismatch when it is another drafter's."""

@@ -216,6 +216,12 @@ class Tuner:
                 else:
                     stats.forget_tokens()
 
+    @property
+    def loss_to_plain(self) -> float:
+        """Time that plain decoding would have saved, as a share of all; negative where speculation gained."""
+        totals = [bucket.total for bucket in list(self._buckets.values())]
+        return sum(t.plain_loss_s for t in totals) / max(sum(t.seconds for t in totals), 1e-9)
+
     def snapshot(self) -> dict[str, Any]:
         """For metrics: shares of steps and accept length by arm, loss estimates, and the table of buckets."""
         totals: dict[Arm, list[float]] = {}
@@ -245,7 +251,7 @@ class Tuner:
             "time_share": {a.name: sums[2] / seconds for a, sums in totals.items()},
             "accept_length": {a.name: sums[1] / sums[0] for a, sums in totals.items() if sums[0]},
             "regret": sum(b.total.trial_loss_s for b in buckets) / seconds,
-            "loss_to_plain": sum(b.total.plain_loss_s for b in buckets) / seconds,
+            "loss_to_plain": self.loss_to_plain,
             "buckets": table,
         }
 

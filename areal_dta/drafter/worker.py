@@ -36,7 +36,7 @@ from areal_dta.drafter.publish import DrafterPublisher
 from areal_dta.drafter.spot_state import SpotSettings
 from areal_dta.drafter.spot_trainer import SpotTrainer
 from areal_dta.drafter.trainer_step import DrafterTrainer
-from areal_dta.nn import DecoderConfig, UnsupportedModel, WeightsMismatch, load_decoder
+from areal_dta.nn import DecoderWeights, UnsupportedModel, WeightsMismatch
 from areal_dta.process_log import set_up_logging
 from areal_dta.records import LaunchPlan
 
@@ -131,11 +131,11 @@ def build(settings: WorkerSettings, publisher: metrics.Publisher) -> tuple[SpotT
         settings.cache_bytes,
     )
     target = FrozenTarget.load(model, "start").weights
-    trainer = DrafterTrainer(_first_weights(settings, model, publisher), target, settings.learning_rate)
+    trainer = DrafterTrainer(_first_weights(settings, target, publisher), target, settings.learning_rate)
     folders = [Path(f) for f in settings.target_folders]
     learner = Learner(trainer, reader, folders, settings.learner, settings.seed, settings.start_version)
     checkpoint = AsyncCheckpoint(Path(settings.checkpoints))
-    checkpoint.prepare(trainer.state_dict())
+    checkpoint.prepare(trainer.state_dict(copy=False))
     drafters = DrafterPublisher(Path(settings.drafters), settings.servers, publisher, settings.api_key)
     hub = Hub(settings.name)
     control = ControlLink(settings.coordinator, settings.name, settings.server, hub.address, settings.lease_s)
@@ -144,19 +144,17 @@ def build(settings: WorkerSettings, publisher: metrics.Publisher) -> tuple[SpotT
     return spot, control, hub
 
 
-def _first_weights(settings: WorkerSettings, model: Path, publisher: metrics.Publisher) -> EagleWeights:
+def _first_weights(settings: WorkerSettings, target: DecoderWeights, publisher: metrics.Publisher) -> EagleWeights:
     if settings.drafter is not None:
         try:
-            weights, _ = read_drafter(Path(settings.drafter), FrozenTarget.load(model, "start").weights)
-            return weights
+            return read_drafter(Path(settings.drafter), target)[0]
         except DrafterMismatch as error:
             log.warning("starting with a fresh drafter: %s", error)
             publisher.event("drafter/start_refused", str(error))
-    config = DecoderConfig.from_folder(model)
     ids = None if settings.draft_ids is None else torch.from_numpy(np.load(settings.draft_ids).astype(np.int64))
-    shape = EagleConfig.for_target(config, settings.kind, 0 if ids is None else len(ids))
+    shape = EagleConfig.for_target(target.config, settings.kind, 0 if ids is None else len(ids))
     generator = torch.Generator().manual_seed(settings.seed)
-    return init_weights(shape, load_decoder(model, config, torch.float32), generator, ids)
+    return init_weights(shape, target, generator, ids)
 
 
 def _warm_up() -> None:

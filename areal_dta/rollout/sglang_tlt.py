@@ -29,11 +29,11 @@ from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig, sglang_
 from areal_dta.nn.model_config import DecoderConfig, UnsupportedModel
 from areal_dta.rollout.sglang import SGLangMissing, TltPlan, become, installed_version
 from areal_dta.rollout.sglang_contract import Contract, contract_of
+from areal_dta.rollout.sglang_plugin import SETTINGS_VARIABLE
 from areal_dta.weights import TornWeights, verify
 
 __all__ = ["SETTINGS_VARIABLE", "Speculation", "SpeculationRefused", "algorithm_name", "main", "speculation"]
 
-SETTINGS_VARIABLE = "AREAL_DTA_SGLANG_TLT"
 TOKEN_MAP = "token_map.pt"  # written beside a drafter with a reduced vocabulary and the policy's head
 DEFAULT_ARM = Arm("eagle", 3, 1, 3)
 MAX_RUNNING = 48  # SGLang's own limit for EAGLE, which it does not apply to registered algorithms

@@ -10,6 +10,7 @@ processes, which no metric tells, by the mean step time.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -340,16 +341,21 @@ def no_slower(
     def excess(background: float) -> float:
         return simulate(dataclasses.replace(settings, background=background), speeds, workload).step_s - step_s
 
-    high = settings.background
-    if high == 0.0 or excess(high) <= 0:
+    most = settings.background
+    if most == 0.0 or excess(most) <= 0:
         return settings
+    return dataclasses.replace(settings, background=_nearest_zero(excess, most))
+
+
+def _nearest_zero(excess: Callable[[float], float], high: float) -> float:
+    """Where rising `excess` is nearest to 0 of the tried values of [0, `high`); 0 where it begins above."""
     low = 0.0
     tried = {low: excess(low)}
     for _ in range(_FIT_ROUNDS if tried[low] < 0 else 0):
         middle = (low + high) / 2
         tried[middle] = excess(middle)
         low, high = (middle, high) if tried[middle] < 0 else (low, middle)
-    return dataclasses.replace(settings, background=min(tried, key=lambda background: abs(tried[background])))
+    return min(tried, key=lambda value: abs(tried[value]))  # step times jump: the nearest
 
 
 def _fit_latency(settings: SimulationSettings, speeds: Speeds, workload: TraceWorkload, step_s: float) -> Speeds:
@@ -362,10 +368,4 @@ def _fit_latency(settings: SimulationSettings, speeds: Speeds, workload: TraceWo
     def excess(latency_s: float) -> float:
         return simulate(settings, with_latency(latency_s), workload).step_s - step_s
 
-    low, high = 0.0, step_s
-    tried = {low: excess(low)}
-    for _ in range(_FIT_ROUNDS if tried[low] < 0 else 0):
-        middle = (low + high) / 2
-        tried[middle] = excess(middle)
-        low, high = (middle, high) if tried[middle] < 0 else (low, middle)
-    return with_latency(min(tried, key=lambda latency_s: abs(tried[latency_s])))  # step times jump: the nearest
+    return with_latency(_nearest_zero(excess, step_s))

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_dta.drafter.arms import OFF, Arm
 from areal_dta.drafter.buffer import BufferWriter
 from areal_dta.drafter.eagle_config import EagleConfig
+from areal_dta.drafter.step_model import StepCosts
+from areal_dta.drafter.tuner import Tuner
 from areal_dta.nn import DecoderWeights
 from areal_dta.rollout.server.feature_recorder import FeatureRecorder, RecorderSettings
 from areal_dta.rollout.server.scheduler import Scheduler, SchedulerLimits
@@ -26,7 +27,7 @@ from areal_dta.rollout.server.sequence import Sequence as ServerSequence
 from areal_dta.rollout.server.speculation import Speculator
 from experiments.drafter.prompts import Prompt
 
-__all__ = ["CollectSettings", "Collected", "PlainOnly", "collect"]
+__all__ = ["CollectSettings", "Collected", "collect"]
 
 DONE_FILE = "requests.jsonl"
 REPORT_EVERY_S = 20.0
@@ -56,22 +57,6 @@ class Collected:
     complete: bool
 
 
-class PlainOnly:
-    """In the place of a tuner: never speculates."""
-
-    def choose(self, batch: int, context_tokens: int) -> Arm:
-        return OFF
-
-    def beside_prefill(self, batch: int, context_tokens: int, num_rows: int) -> Arm:
-        return OFF
-
-    def record(self, *step: object) -> None:
-        """Nothing is learnt."""
-
-    def new_version(self) -> None:
-        """Nothing to forget."""
-
-
 def collect(
     target: DecoderWeights,
     version: str,
@@ -89,7 +74,8 @@ def collect(
     scheduler.rebuild((), EagleConfig.for_target(target.config, "eagle3", 0).hidden_layers)
     writer = BufferWriter(folder, settings.budget_bytes, queue_samples=4 * settings.batch)
     recorder = FeatureRecorder(writer, RecorderSettings(max_tokens=longest), version)
-    scheduler.speculator = Speculator(scheduler.cache, PlainOnly(), None, None, recorder)  # type: ignore[arg-type]
+    plain = Tuner(StepCosts({1: 1.0}), ())  # no arm but off: never speculates
+    scheduler.speculator = Speculator(scheduler.cache, plain, None, None, recorder)
     requests = (r for r in _requests(prompts, settings) if r.rid not in done)
     tokens_before = num_tokens = sum(done.values())
     began_s = told_s = time.monotonic()

@@ -138,7 +138,7 @@ class _Training:
         report: Report,
         start: EagleWeights | None,
     ) -> None:
-        self._settings, self._report, self._target = settings, report, target
+        self._settings, self._report = settings, report
         self._samples, self._out, self._work = list(samples), out, work
         self._held_out = pack([_in_fp32(s) for s in held_out], settings.batch_tokens)
         self._start = _untrained(target, samples, settings) if start is None else _of_kind(start, settings.kind)
@@ -146,10 +146,10 @@ class _Training:
         ids_Vd = self._start.draft_ids_Vd
         self._covered = 1.0 if ids_Vd is None else covered_share(said_V, ids_Vd.numpy())
         self._num_tokens = sum(s.num_tokens for s in samples)
-        self._steps_in_all = settings.epochs * len(self._batches(0))
+        self._steps_in_all = sum(len(self._batches(epoch)) for epoch in range(settings.epochs))
         self._done = 0  # steps
         self._earlier_s = 0.0
-        self._trainer = self._trainer_at(None)
+        self._trainer = DrafterTrainer(self._start, target, self._rate())
 
     def _batches(self, epoch: int) -> list[list[int]]:
         """Indices of the samples of every step: packed first-fit, so that steps have about the same size."""
@@ -179,22 +179,13 @@ class _Training:
         share = int(RATE_STEPS * self._done / max(1, self._steps_in_all)) / RATE_STEPS
         return self._settings.learning_rate * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2)
 
-    def _trainer_at(self, state: dict[str, torch.Tensor] | None) -> DrafterTrainer:
-        """A trainer's rate is fixed, so a lower one needs a new trainer that takes over the state."""
-        trainer = DrafterTrainer(self._start, self._target, self._rate())
-        if state is not None:
-            trainer.load_state_dict(state)
-        return trainer
-
     def run(self) -> Trained:
         self._resume()
         settings = self._settings
         began_s = told_s = saved_s = time.monotonic()
-        first, num_tokens, scores, rate = self._done, 0, DraftScores(), self._rate()
+        first, num_tokens, scores = self._done, 0, DraftScores()
         for group in self._schedule():
-            if self._rate() != rate:
-                rate = self._rate()
-                self._trainer = self._trainer_at(self._trainer.state_dict())
+            rate = self._trainer.learning_rate = self._rate()
             batch = PackedBatch.of([_in_fp32(self._samples[i]) for i in group])
             scores = scores + self._trainer.step([batch]).scores
             self._done += 1
@@ -239,7 +230,7 @@ class _Training:
             self._report(f"{path} is of other settings or other samples: starting anew")
             return
         self._done, self._earlier_s = progress["steps"], progress["seconds"]
-        self._trainer = self._trainer_at(load_file(self._work / progress["state"]))
+        self._trainer.load_state_dict(load_file(self._work / progress["state"]))
         self._report(f"going on after step {self._done} of {self._steps_in_all}")
 
     def _save(self, seconds: float) -> None:

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from areal_dta.nn import DecoderConfig, DecoderWeights, Rotary, project_logits
+from areal_dta.nn import DecoderWeights, Rotary, project_logits
 from areal_dta.nn.decoder import decode_hidden
-from areal_dta.nn.loading import build_decoder, expected_shapes
-from areal_dta.nn.model_config import RopeSpec
+from areal_dta.nn.loading import build_decoder
+from scripts.benchlib.spec_model import random_start, tiny_config
 
 __all__ = ["EOS", "VOCAB", "Document", "Language", "Policy", "hidden_states", "policy_distance"]
 
@@ -92,31 +92,8 @@ class Policy:
     """A decoder of 0.15 million parameters with its optimiser; `weights` is a copy that later steps leave alone."""
 
     def __init__(self, seed: int, hidden_size: int = 64, num_layers: int = 3) -> None:
-        self._config = DecoderConfig(
-            family="llama",
-            vocab_size=VOCAB,
-            hidden_size=hidden_size,
-            ffn_size=2 * hidden_size,
-            num_layers=num_layers,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=hidden_size // 4,
-            norm_eps=1e-6,
-            max_positions=1024,
-            rope=RopeSpec(10_000.0),
-            tied_embeddings=True,
-            qkv_bias=False,
-            out_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            dtype="float32",
-            eos_token_ids=(EOS,),
-        )
-        generator = torch.Generator().manual_seed(seed)
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name, shape in expected_shapes(self._config).items():
-            start = torch.randn(shape, generator=generator) * 0.08
-            self._tensors[name] = (1 + start if name.endswith("norm.weight") else start).requires_grad_()
+        self._config = tiny_config(VOCAB, hidden_size, num_layers, max_positions=1024)
+        self._tensors = random_start(self._config, torch.Generator().manual_seed(seed))
         self._optimizer = torch.optim.Adam(self._tensors.values(), lr=0.0, betas=(0.9, 0.95))
 
     def weights(self) -> DecoderWeights:

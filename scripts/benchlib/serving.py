@@ -100,13 +100,14 @@ def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
     except Empty:
         line = ""
     if not line.startswith("READY "):
-        raise ServerError(f"no process within {START_TIMEOUT_S:g} s: {log.read_text()[-2000:]}")
+        raise ServerError(f"it ended or was not ready within {START_TIMEOUT_S:g} s: {log.read_text()[-2000:]}")
     return line.split()[1]
 
 
 def _pump(stream: Any, lines: Queue[bytes]) -> None:
     for line in stream:
         lines.put(line)
+    lines.put(b"")  # it ended
 
 
 async def post(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> tuple[int, Any]:

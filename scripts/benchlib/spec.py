@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         model = folder_model(args.folder, args.drafter, num_prompts, args.max_prompt)
     arms = args.arms or (TINY_ARMS if args.model == "tiny" else [a for a in DEFAULT_ARMS if a.num_verify <= WIDEST])
+    if args.arms and model.drafter is None and any(a.drafter == "eagle" for a in args.arms):
+        raise UsageError("--arms names eagle arms, which need --drafter")
     arms = [a for a in arms if a != OFF and (a.drafter == "ngram" or model.drafter is not None)]
     bench = _Bench(args, model, arms)
     parts = {temperature: bench.batches(temperature) for temperature in args.temperature}

@@ -23,7 +23,7 @@ from areal_dta.nn.loading import build_decoder, expected_shapes
 from areal_dta.nn.model_config import RopeSpec
 from scripts.benchlib.report import UsageError, progress
 
-__all__ = ["SpecModel", "folder_model", "tiny_model"]
+__all__ = ["SpecModel", "folder_model", "random_start", "tiny_config", "tiny_model"]
 
 VOCAB, HIDDEN, LAYERS = 512, 96, 4  # of the tiny model
 TARGET_STEPS, DRAFTER_STEPS, ROWS, LENGTH = 90, 60, 16, 48
@@ -72,17 +72,27 @@ def folder_model(folder: Path, drafter: Path | None, num_prompts: int, max_promp
 def tiny_model(num_prompts: int, seed: int) -> SpecModel:
     """A model of 0.5 million parameters and its drafter, trained on the spot on sentences of fixed phrases: inside a
     phrase the next token is certain, at its end it is not."""
-    config = DecoderConfig(
+    generator = torch.Generator().manual_seed(seed)
+    target = _taught(tiny_config(VOCAB, HIDDEN, LAYERS, 4096), generator)
+    drafter = _taught_drafter(target, generator)
+    shared = _sentences(1, SHARED, generator)[0].tolist()
+    prompts = [(*shared, *own) for own in _sentences(num_prompts, OWN, generator).tolist()]
+    return SpecModel(target, drafter, prompts, "tiny model taught a grammar of fixed phrases, drafter taught by it")
+
+
+def tiny_config(vocab_size: int, hidden_size: int, num_layers: int, max_positions: int) -> DecoderConfig:
+    """A llama that trains in seconds on one core."""
+    return DecoderConfig(
         family="llama",
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        ffn_size=2 * HIDDEN,
-        num_layers=LAYERS,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        ffn_size=2 * hidden_size,
+        num_layers=num_layers,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=HIDDEN // 4,
+        head_dim=hidden_size // 4,
         norm_eps=1e-6,
-        max_positions=4096,
+        max_positions=max_positions,
         rope=RopeSpec(10_000.0),
         tied_embeddings=True,
         qkv_bias=False,
@@ -92,12 +102,15 @@ def tiny_model(num_prompts: int, seed: int) -> SpecModel:
         dtype="float32",
         eos_token_ids=(1,),
     )
-    generator = torch.Generator().manual_seed(seed)
-    target = _taught(config, generator)
-    drafter = _taught_drafter(target, generator)
-    shared = _sentences(1, SHARED, generator)[0].tolist()
-    prompts = [(*shared, *own) for own in _sentences(num_prompts, OWN, generator).tolist()]
-    return SpecModel(target, drafter, prompts, "tiny model taught a grammar of fixed phrases, drafter taught by it")
+
+
+def random_start(config: DecoderConfig, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Tensors to be trained."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in expected_shapes(config).items():
+        start = torch.randn(shape, generator=generator) * 0.08
+        tensors[name] = (1 + start if name.endswith("norm.weight") else start).requires_grad_()
+    return tensors
 
 
 def _sentences(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -125,10 +138,7 @@ def _hidden(target: DecoderWeights, ids_BL: torch.Tensor) -> torch.Tensor:
 
 
 def _taught(config: DecoderConfig, generator: torch.Generator) -> DecoderWeights:
-    tensors = {}
-    for name, shape in expected_shapes(config).items():
-        start = torch.randn(shape, generator=generator) * 0.08
-        tensors[name] = (1 + start if name.endswith("norm.weight") else start).requires_grad_()
+    tensors = random_start(config, generator)
     optimizer = torch.optim.AdamW(tensors.values(), lr=6e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, TARGET_STEPS)
     for _ in range(TARGET_STEPS):

@@ -15,6 +15,8 @@ import torch
 from areal_dta.drafter.arms import Arm
 from areal_dta.nn import DecoderConfig, DecoderWeights, load_decoder
 from scripts.benchlib.report import progress
+from scripts.benchlib.spec_check import NEAR
+from scripts.benchlib.spec_check import Differences as Outputs
 from scripts.benchlib.tail_load import (
     Answer,
     Ask,
@@ -32,7 +34,6 @@ from scripts.benchlib.tail_site import Group, TrainerPlan, Trainers, machine_sec
 
 __all__ = ["Bench", "Outputs", "Sizes", "Turn"]
 
-NEAR = 1e-3  # of scores of two tokens, in fp32 over batches of other shapes
 TRAIN_WAIT_S = 15.0
 SETTLE_S = 0.3  # the records of the last moments arrive
 
@@ -57,16 +58,6 @@ class Turn:
     worker_cpu_s: float = 0.0
     coordinator_cpu_s: float = 0.0
     others_cpu_s: float = 0.0  # of processes that are not the benchmark's
-
-
-@dataclass
-class Outputs:
-    """Answers compared with the plain ones; ``near_ties`` part first where two tokens score within 1e-3."""
-
-    answers: int = 0
-    same: int = 0
-    near_ties: int = 0
-    different: int = 0
 
 
 @dataclass
@@ -256,15 +247,14 @@ class Bench:
         )
 
     def _compare(self, name: str, asks: Sequence[Ask], plain: Sequence[Answer], others: Sequence[Answer]) -> None:
-        found = self.turns[name].outputs
+        turns = self.turns[name]
         for ask, expected, other in zip(asks, plain, others, strict=True):
-            found.answers += 1
             if expected.ids == other.ids:
-                found.same += 1
+                turns.outputs += Outputs(answers=1, same=1)
             elif score_gap(self._target, ask, self._args.temperature, expected.ids, other.ids) < NEAR:
-                found.near_ties += 1
+                turns.outputs += Outputs(answers=1, near_ties=1)
             else:
-                found.different += 1
+                turns.outputs += Outputs(answers=1, different=1)
 
     def _compare_talks(
         self,

@@ -15,12 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import msgpack
-import zmq
-
 from areal_dta.drafter.reporter import ServerReporter
 from areal_dta.metrics import MetricRecord
 from areal_dta.weights import TornWeights, verify
+from scripts.benchlib.tail_site import Sink
 
 API_KEY = "spot-key"
 
@@ -72,29 +70,11 @@ class FakeServer:
         self._http.server_close()
 
 
-class MetricsSink:
-    """Collects what the processes publish."""
-
-    def __init__(self) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
-        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self.records: list[MetricRecord] = []
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stopping:
-            if self._socket.poll(100):
-                self.records.append(MetricRecord.from_wire(msgpack.unpackb(self._socket.recv())))
-        self._socket.close(0)
+class MetricsSink(Sink):
+    """With the records of what has happened since."""
 
     def since(self, mark: int, name: str, proc: str | None = None) -> list[MetricRecord]:
         return [r for r in self.records[mark:] if r.name == name and proc in (None, r.proc)]
-
-    def close(self) -> None:
-        self._stopping = True
-        self._thread.join(2)
 
 
 class Process:
@@ -104,6 +84,7 @@ class Process:
         path = folder / f"{name}.json"
         path.write_text(json.dumps(settings))
         self.name, self.log_path = name, folder / f"{name}.log"
+        self._told = False
         with self.log_path.open("a") as log:
             self._start = log.tell()
             self._popen = subprocess.Popen(
@@ -129,7 +110,9 @@ class Process:
         self._popen.wait(5)
 
     def terminate(self) -> None:
-        if self._popen.poll() is None:
+        """Once: an interpreter that is ending has no signal handler any more, and would die of a second SIGTERM."""
+        if not self._told and self._popen.poll() is None:
+            self._told = True
             self._popen.terminate()
 
     def stop(self) -> int:

@@ -22,9 +22,9 @@ GPU_CONFIG = REPO / "experiments" / "tau2" / "qwen3_8b_airline_8gpu.yaml"
     [
         ("tlt.arms=[eagle-d4-k2]", ["tlt.arms", "'eagle-d4-k2'", "eagle-d4-k2-v7"]),
         ("tlt.arms=[medusa-d4-k2-v7]", ["tlt.arms", "medusa-d4-k2-v7"]),
-        ("tlt.arms=[ngram-d7-k1-v3]", ["tlt.arms", "drafts 7 deep but verifies 3", "d <= v"]),
-        ("tlt.arms=[ngram-d0-k1-v3]", ["tlt.arms", "1 <= d"]),
-        ("tlt.arms=['off',eagle-d4-k0-v7]", ["tlt.arms", "eagle-d4-k0-v7", "k >= 1"]),
+        ("tlt.arms=[ngram-d7-k1-v3]", ["tlt.arms", "ngram-d7-k1-v3", "1 <= depth <= num_verify"]),
+        ("tlt.arms=[ngram-d0-k1-v3]", ["tlt.arms", "1 <= depth"]),
+        ("tlt.arms=['off',eagle-d4-k0-v7]", ["tlt.arms", "eagle-d4-k0-v7", "top_k >= 1"]),
         ("tlt.arms=7", ["tlt.arms=7", "list"]),
         ("tlt.max_regret=1", ["tlt.max_regret=1", "[0, 1)"]),
         ("tlt.record_share=1.5", ["tlt.record_share=1.5", "[0, 1]"]),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,14 @@ import torch
 from areal_dta import metrics
 from areal_dta.drafter.arms import OFF, Arm
 from areal_dta.drafter.eagle import EagleWeights, init_weights
-from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig
-from areal_dta.drafter.eagle_files import read_drafter, write_drafter
+from areal_dta.drafter.eagle_config import EagleConfig
 from areal_dta.drafter.step_model import StepCosts
 from areal_dta.drafter.tuner import TunerSettings
-from areal_dta.nn import DecoderConfig, DecoderWeights, load_decoder
+from areal_dta.nn import DecoderWeights
 from areal_dta.rollout.server.eagle_runtime import EagleRuntime
 from areal_dta.rollout.server.engine import Engine, Update
 from areal_dta.rollout.server.feature_recorder import FeatureRecorder
 from areal_dta.rollout.server.ngram_drafter import NgramDrafter
-from areal_dta.rollout.server.runner import ModelRunner
 from areal_dta.rollout.server.scheduler import Scheduler, SchedulerLimits
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, LogprobWants, Progress, SamplingParams
 from areal_dta.rollout.server.spec_control import DrafterUpdate, SpecControl, SpecSettings
@@ -47,10 +44,9 @@ EAGER = TunerSettings(epsilon=0.9, max_regret=0.999, burst_steps=2, min_steps=2,
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in ("old", "new")}
-    save_tiny_model(made["old"], "qwen3")
-    save_tiny_model(made["new"], "qwen3", seed=1)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    save_tiny_model(made, "qwen3")
     return made
 
 
@@ -135,14 +131,12 @@ def assert_nothing_is_left(scheduler: Scheduler) -> None:
     [("eagle", 64, 8, 4096, 1), ("hass", 0, 8, 256, 7), ("eagle3", 64, 16, 320, 12), ("eagle", 0, 1, 400, 5)],
 )
 def test_whatever_is_asked_and_whatever_happens_the_answers_are_those_of_plain_decoding(
-    kind: str, draft_vocab: int, page_size: int, tokens: int, at_once: int, folders: dict[str, Path], tmp_path: Path
+    kind: str, draft_vocab: int, page_size: int, tokens: int, at_once: int, folder: Path, tmp_path: Path
 ) -> None:
     requests = odd_requests(48, seed=at_once)
-    plain = run_all(spelling(make_scheduler(folders["old"], torch.float64)), requests, 8)
+    plain = run_all(spelling(make_scheduler(folder, torch.float64)), requests, 8)
     scheduler = spelling(
-        make_scheduler(
-            folders["old"], torch.float64, max_total_tokens=tokens, max_prefill_tokens=24, page_size=page_size
-        )
+        make_scheduler(folder, torch.float64, max_total_tokens=tokens, max_prefill_tokens=24, page_size=page_size)
     )
     # What is recorded for one kind's training ties a server to it.
     records = at_once > 5
@@ -175,10 +169,10 @@ def test_whatever_is_asked_and_whatever_happens_the_answers_are_those_of_plain_d
     assert_nothing_is_left(scheduler)
 
 
-def test_streams_get_every_token_once_through_pauses_updates_and_new_drafters(folders: dict[str, Path]) -> None:
+def test_streams_get_every_token_once_through_pauses_updates_and_new_drafters(folder: Path) -> None:
     requests = [replace(r, constraint=None) for r in odd_requests(48, seed=9) if r.sampling.max_new_tokens]
-    plain = run_all(spelling(make_scheduler(folders["old"], torch.float64)), requests, 8)
-    target = make_scheduler(folders["old"], torch.float64).runner.weights
+    plain = run_all(spelling(make_scheduler(folder, torch.float64)), requests, 8)
+    target = make_scheduler(folder, torch.float64).runner.weights
     drafters = [DrafterUpdate(fresh_drafter(target, kind), kind) for kind in ("eagle", "eagle3")]
     settings = SpecSettings(arms=SMALL_ARMS, tuner=EAGER)
     limits = SchedulerLimits(max_total_tokens=512, page_size=8, max_batch=6)
@@ -218,10 +212,10 @@ def test_streams_get_every_token_once_through_pauses_updates_and_new_drafters(fo
     assert_nothing_is_left(engine._scheduler)
 
 
-def test_aborts_at_any_moment_leave_nothing_behind(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_aborts_at_any_moment_leave_nothing_behind(folder: Path, tmp_path: Path) -> None:
     requests = odd_requests(80, seed=5)
-    whole = {c.request.rid: c for c in run_all(spelling(make_scheduler(folders["old"], torch.float64)), requests, 8)}
-    scheduler = spelling(make_scheduler(folders["old"], torch.float64, max_total_tokens=320, page_size=8))
+    whole = {c.request.rid: c for c in run_all(spelling(make_scheduler(folder, torch.float64)), requests, 8)}
+    scheduler = spelling(make_scheduler(folder, torch.float64, max_total_tokens=320, page_size=8))
     control = controlled(scheduler, buffer=tmp_path / "buffer")
     control.install(DrafterUpdate(fresh_drafter(scheduler.runner.weights, "eagle"), "d0"))
     rng = random.Random(0)
@@ -242,12 +236,12 @@ def test_aborts_at_any_moment_leave_nothing_behind(folders: dict[str, Path], tmp
 
 @pytest.mark.parametrize("length", [1, 17])
 def test_prompts_of_which_only_the_last_token_is_to_be_computed_are_drafted_for_at_once(
-    length: int, folders: dict[str, Path]
+    length: int, folder: Path
 ) -> None:
     sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
     requests = [GenerationRequest(str(i), tuple(range(2, 2 + length)), sampling, i) for i in range(4)]
-    plain = run_all(make_scheduler(folders["old"], torch.float64), requests, 1)
-    scheduler = make_scheduler(folders["old"], torch.float64)
+    plain = run_all(make_scheduler(folder, torch.float64), requests, 1)
+    scheduler = make_scheduler(folder, torch.float64)
     weights = fresh_drafter(scheduler.runner.weights, "eagle")
     scheduler.rebuild(((weights.config.num_kv_heads, weights.config.head_dim),), ())
     tuner: Any = ScriptedTuner((Arm("eagle", 3, 2, 6),))
@@ -255,10 +249,10 @@ def test_prompts_of_which_only_the_last_token_is_to_be_computed_are_drafted_for_
     assert all(same(p, d) for p, d in zip(plain, run_all(scheduler, requests, 1), strict=True))
 
 
-def test_a_drafter_that_diverged_changes_no_token_and_spoils_no_later_one(folders: dict[str, Path]) -> None:
+def test_a_drafter_that_diverged_changes_no_token_and_spoils_no_later_one(folder: Path) -> None:
     requests = mixed_requests(12, VOCAB, seed=4)
-    plain = run_all(make_scheduler(folders["old"]), requests, 4)
-    scheduler = make_scheduler(folders["old"], max_total_tokens=320)
+    plain = run_all(make_scheduler(folder), requests, 4)
+    scheduler = make_scheduler(folder, max_total_tokens=320)
     good = fresh_drafter(scheduler.runner.weights, "eagle")
     scheduler.rebuild(((good.config.num_kv_heads, good.config.head_dim),), ())
     runtime = EagleRuntime(scheduler.runner, replace(good, fc=good.fc * 1e30), "bad")
@@ -273,14 +267,14 @@ def test_a_drafter_that_diverged_changes_no_token_and_spoils_no_later_one(folder
     assert drafted[1] - drafted[0] > 800  # 500 where NaN keys stay behind
 
 
-def test_drafts_cost_no_other_sequence_its_pages(folders: dict[str, Path]) -> None:
+def test_drafts_cost_no_other_sequence_its_pages(folder: Path) -> None:
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
     prompts = [tuple(rng.integers(2, VOCAB, 20).tolist()) for _ in range(16)]
     requests = [GenerationRequest(str(i), prompt, sampling, i) for i, prompt in enumerate(prompts)]
-    plain = make_scheduler(folders["old"], max_total_tokens=256, page_size=16)
+    plain = make_scheduler(folder, max_total_tokens=256, page_size=16)
     run_all(plain, requests, 16)
-    scheduler = make_scheduler(folders["old"], max_total_tokens=256, page_size=16)
+    scheduler = make_scheduler(folder, max_total_tokens=256, page_size=16)
     weights = fresh_drafter(scheduler.runner.weights, "eagle")
     scheduler.rebuild(((weights.config.num_kv_heads, weights.config.head_dim),), ())
     tuner: Any = ScriptedTuner((Arm("eagle", 7, 4, 31), OFF, OFF, OFF))
@@ -291,8 +285,8 @@ def test_drafts_cost_no_other_sequence_its_pages(folders: dict[str, Path]) -> No
     assert scheduler.stats.steps <= plain.stats.steps
 
 
-def test_features_kept_for_drafting_do_not_keep_other_sequences_features_alive(folders: dict[str, Path]) -> None:
-    scheduler = make_scheduler(folders["old"])
+def test_features_kept_for_drafting_do_not_keep_other_sequences_features_alive(folder: Path) -> None:
+    scheduler = make_scheduler(folder)
     control = SpecControl(scheduler, SpecSettings(arms=(OFF,)))
     control.install(DrafterUpdate(fresh_drafter(scheduler.runner.weights, "eagle"), "d0"))
     runtime = scheduler.speculator.drafter if scheduler.speculator else None
@@ -311,91 +305,9 @@ def test_features_kept_for_drafting_do_not_keep_other_sequences_features_alive(f
     assert most < 5
 
 
-def test_a_tiny_pool_serves_and_prompts_that_are_only_scored_teach_the_tuner_nothing(folders: dict[str, Path]) -> None:
-    scheduler = make_scheduler(folders["old"], max_total_tokens=32)  # less than the largest step of the calibration
+def test_a_tiny_pool_serves_and_prompts_that_are_only_scored_teach_the_tuner_nothing(folder: Path) -> None:
+    scheduler = make_scheduler(folder, max_total_tokens=32)  # less than the largest step of the calibration
     control = SpecControl(scheduler, SpecSettings())
     requests = [GenerationRequest(str(i), (5,), SamplingParams(max_new_tokens=0), i) for i in range(40)]
     assert [c.output for c in run_all(scheduler, requests, 1)] == [()] * 40
     assert control.snapshot()["tuner"]["steps"] == 0
-
-
-@pytest.mark.parametrize("where", ["ModelRunner", "EagleRuntime"])
-@pytest.mark.parametrize("had_drafter", [False, True])
-def test_without_memory_for_a_drafter_decoding_goes_on_plain_and_says_so(
-    where: str, had_drafter: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = mixed_requests(12, VOCAB, seed=2)
-    plain = run_all(spelling(make_scheduler(folders["old"], torch.float64)), requests, 4)
-    scheduler = spelling(make_scheduler(folders["old"], torch.float64))
-    control = controlled(scheduler)
-    target = scheduler.runner.weights
-    if had_drafter:
-        control.install(DrafterUpdate(fresh_drafter(target, "eagle"), "d0"))
-
-    def full(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("can't allocate memory: you tried to allocate 68719476736 bytes")
-
-    def install_when_full(step: int) -> None:
-        if step != 6:
-            return
-        with monkeypatch.context() as patch:
-            patch.setattr(EagleRuntime if where == "EagleRuntime" else ModelRunner, "__init__", full)
-            with pytest.raises(MemoryError, match="max_total_tokens"):
-                control.install(DrafterUpdate(fresh_drafter(target, "eagle3"), "d1"))
-
-    done = run_all(scheduler, requests, 4, install_when_full)
-    assert all(same(p, d) for p, d in zip(plain, done, strict=True))
-    assert control.drafter_version is None
-    assert "no memory for drafter d1" in control.snapshot()["problem"]
-    control.install(DrafterUpdate(fresh_drafter(target, "eagle3"), "d1"))
-    assert (control.drafter_version, control.snapshot()["problem"]) == ("d1", None)
-
-
-def test_a_drafter_read_before_a_target_update_takes_its_head_from_the_new_target(folders: dict[str, Path]) -> None:
-    scheduler = make_scheduler(folders["old"], torch.float64)
-    control = controlled(scheduler)
-    update = DrafterUpdate(fresh_drafter(scheduler.runner.weights, "eagle", 64), "d0")
-    config = DecoderConfig.from_folder(folders["new"])
-    scheduler.swap_weights(load_decoder(folders["new"], config, torch.float64), "v1")
-    control.install(update)
-    runtime = scheduler.speculator.drafter if scheduler.speculator else None
-    assert isinstance(runtime, EagleRuntime)
-    assert runtime._weights.head is not None
-    assert torch.equal(runtime._weights.head, scheduler.runner.weights.head_VD[torch.arange(0, 128, 2)])
-
-
-def test_a_drafter_damaged_or_replaced_while_it_is_read_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    target = make_scheduler(folders["old"], torch.float64).runner.weights
-    good, other = tmp_path / "good", tmp_path / "other"
-    write_drafter(good, fresh_drafter(target, "eagle", 64), "d0")
-    write_drafter(other, fresh_drafter(target, "hass"), "d1")
-    rng = random.Random(3)
-    for name in ("model.safetensors", "drafter.json", "version.json"):
-        for _ in range(12):
-            torn = tmp_path / "torn"
-            shutil.rmtree(torn, ignore_errors=True)
-            shutil.copytree(good, torn)
-            data = bytearray((torn / name).read_bytes())
-            if rng.random() < 0.5:
-                del data[rng.randrange(len(data)) :]
-            else:
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            (torn / name).write_bytes(data)
-            try:
-                _, manifest = read_drafter(torn, target)
-            except DrafterMismatch:
-                continue
-            assert name != "model.safetensors", "damaged weights were loaded"
-            assert manifest.files
-
-    def replaced(folder: Path) -> EagleConfig:
-        config = honest(folder)
-        shutil.rmtree(folder)
-        shutil.copytree(other, folder)
-        return config
-
-    honest = EagleConfig.read
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagleConfig, "read", replaced)
-        with pytest.raises(DrafterMismatch, match="replaced while"):
-            read_drafter(good, target)

@@ -40,7 +40,7 @@ class VectorTrainer:
     def __init__(self, start: float) -> None:
         self.value = torch.full((SIZE,), start)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, copy: bool = True) -> dict[str, torch.Tensor]:
         return {"trained_P": self.value.clone()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

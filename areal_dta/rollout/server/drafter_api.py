@@ -8,7 +8,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from areal_dta.drafter.eagle_config import DrafterMismatch
 from areal_dta.rollout.server.errors import ApiError
 from areal_dta.rollout.server.fields import check_fields
 from areal_dta.rollout.server.front import Front
@@ -18,7 +17,7 @@ from areal_dta.rollout.server.spec_control import SpecControl
 __all__ = ["DrafterApi"]
 
 log = logging.getLogger(__name__)
-DRAFTER_REFUSALS = (DrafterMismatch, OSError, ValueError)
+DRAFTER_REFUSALS = (OSError, ValueError)  # DrafterMismatch is a ValueError
 
 
 class DrafterApi:

@@ -100,7 +100,7 @@ class EagleRuntime:
                 rows.append(step.rows[i])
         if pages:
             self._boundary_PF[pages] = features_TF[rows]
-        full: list[Request] = []
+        is_any_full = False
         for step in steps:
             track = self._tracks.get(step.seq)
             if track is None:
@@ -109,9 +109,8 @@ class EagleRuntime:
             mine_TF = features_TF[lo:hi] if hi - lo == len(step.rows) else features_TF[step.rows]
             track.rows.append(mine_TF.clone() if len(features_TF) > max(LARGE_STEP, 4 * len(mine_TF)) else mine_TF)
             track.end += len(step.rows)
-            if track.end - track.filled >= FILL_ROWS:
-                full.append(step.seq)
-        if full:
+            is_any_full |= track.end - track.filled >= FILL_ROWS
+        if is_any_full:
             self._fill([seq for seq, track in self._tracks.items() if track.end - track.filled >= FILL_ROWS // 2])
 
     def _new_track(self, seq: Request, start: int) -> _Track:

@@ -165,7 +165,8 @@ class Scheduler:
             self._score(seq, span, hidden_TD[row : row + size])
             tree = trees.get(seq)
             seq.num_computed = span.end if tree is None else span.start + 1
-            steps.append(Step(seq, span.start, list(range(row, row + seq.num_computed - span.start))))
+            if self.speculator is not None:
+                steps.append(Step(seq, span.start, list(range(row, row + seq.num_computed - span.start))))
             if seq.num_computed == len(seq.tokens):
                 first[seq] = len(rows)
                 rows.extend(range(row + seq.num_computed - span.start - 1, row + size))

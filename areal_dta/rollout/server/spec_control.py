@@ -138,7 +138,7 @@ class SpecControl:
         publisher.emit("tlt/draft_steps", stats.sequence_steps)
         publisher.emit("tlt/drafted_tokens", stats.drafted_tokens)
         publisher.emit("tlt/accepted_tokens", stats.accepted_tokens)
-        publisher.emit("tlt/loss_to_plain", self._speculator.tuner.snapshot()["loss_to_plain"])
+        publisher.emit("tlt/loss_to_plain", self._speculator.tuner.loss_to_plain)
         for arm, steps in stats.steps_by_arm.items():
             publisher.emit("tlt/steps", steps, arm=arm)
             publisher.emit("tlt/seconds", stats.seconds_by_arm[arm], arm=arm)
