@@ -8,11 +8,12 @@ and can lead from it; ``lineage`` names a state: it changes with every step, by 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -130,14 +131,16 @@ class Hub:
         self._peers: dict[str, bytes] = {}
         self.counters: Counter[str] = Counter()
 
-    def receive(self, wait_s: float = 0.0) -> list[Message]:
-        """What has arrived, waiting up to ``wait_s`` for the first."""
+    def poll(self, wait_s: float) -> bool:
+        """Whether there is a message, waiting up to ``wait_s`` for it."""
+        return bool(self._socket.poll(math.ceil(wait_s * 1000), zmq.POLLIN))
+
+    def receive(self) -> list[Message]:
+        """What has arrived."""
         found: list[Message] = []
-        if not self._socket.poll(int(wait_s * 1000), zmq.POLLIN):
-            return found
         while True:
             try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return found
             try:
@@ -145,7 +148,7 @@ class Hub:
             except ChannelError:
                 self.counters["malformed"] += 1
                 continue
-            self._peers[message.sender] = peer
+            self._peers[message.sender] = peer.bytes
             found.append(message)
 
     def send(self, to: str, kind: str, body: Mapping[str, Any], values: np.ndarray | None = None) -> None:
@@ -183,11 +186,15 @@ class Link:
             return False
         return True
 
+    def poll(self, wait_s: float) -> bool:
+        """Whether there is a message, waiting up to ``wait_s`` for it."""
+        return bool(self._socket.poll(math.ceil(wait_s * 1000), zmq.POLLIN))
+
     def receive(self, wait_s: float = 0.0) -> Message | None:
         """The next message, None when none came within ``wait_s``; raises ChannelError for a malformed one."""
-        if not self._socket.poll(int(wait_s * 1000), zmq.POLLIN):
+        if not self.poll(wait_s):
             return None
-        return _message(self._socket.recv_multipart(zmq.NOBLOCK))
+        return _message(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
 
     def close(self) -> None:
         self._socket.close(200)  # a last "leave" may still go out; the context waits no longer than this
@@ -201,6 +208,7 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 400)
 
 
-def _message(frames: Sequence[bytes]) -> Message:
-    sender, kind, body, arrays = decode(frames)
+def _message(frames: Sequence[zmq.Frame]) -> Message:
+    """Its values are the received bytes themselves."""
+    sender, kind, body, arrays = decode([cast(bytes, frame.buffer) for frame in frames])
     return Message(sender, kind, body, arrays.get("values"))

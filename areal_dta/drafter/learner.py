@@ -6,6 +6,7 @@ Legend of shape suffixes: T tokens, F feature width, D hidden.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections import Counter, OrderedDict
@@ -62,6 +63,7 @@ class Learner:
         self._start_version = start_version
         self._rng = random.Random(seed)
         self._micro_tokens = settings.first_micro_tokens
+        self._tokens_per_s = settings.first_micro_tokens / settings.micro_step_s  # of the last whole micro-step
         self._heads: OrderedDict[str, FrozenTarget] = OrderedDict()
         self._places: dict[str, Path] = {}
         self._refused: set[str] = set()
@@ -88,9 +90,13 @@ class Learner:
     def _ready(self) -> set[str]:
         return (set(self._places) | set(self._heads)) - self._refused
 
-    def micro_step(self) -> Share | None:
-        """Summed gradients of one packed micro-batch, None when there is nothing to learn from."""
-        batch = self._draw(self._micro_tokens, False, self._rng)
+    def micro_step(self, limit_s: float = math.inf) -> Share | None:
+        """Summed gradients of one packed micro-batch, None when there is nothing to learn from. One that is to be ready
+        within ``limit_s`` may have fewer tokens."""
+        within = self._tokens_per_s * max(0.0, limit_s)
+        is_whole = within >= self._micro_tokens
+        num_tokens = self._micro_tokens if is_whole else max(int(within), self._settings.min_micro_tokens)
+        batch = self._draw(num_tokens, False, self._rng)
         if batch is None or not bool(batch.loss_T.any()):
             return None
         self.last_tokens = batch.num_tokens
@@ -99,17 +105,18 @@ class Learner:
         took_s = time.perf_counter() - start_s
         self.longest_micro_step_s = max(self.longest_micro_step_s, took_s)
         self.rest_s = took_s * (1 - self._settings.duty) / self._settings.duty
-        self._resize(batch.num_tokens, took_s)
+        if is_whole:
+            self._tokens_per_s = batch.num_tokens / max(took_s, 1e-6)
+            self._resize()
         return Share(found.mean_P * found.num_rows, found.num_rows, found.loss * found.num_rows, found.scores)
 
     def apply(self, share: Share) -> None:
         """One optimiser step with the mean; raises NonFiniteGradient or DrafterMismatch and changes nothing."""
         self.trainer.apply(share.sum_P / max(1, share.num_rows))
 
-    def _resize(self, num_tokens: int, took_s: float) -> None:
+    def _resize(self) -> None:
         """Towards the wanted duration, upwards with care: one measurement may be lucky."""
-        wanted = num_tokens * self._settings.micro_step_s / max(took_s, 1e-6)
-        wanted = min(wanted, self._micro_tokens * 1.25)
+        wanted = min(self._tokens_per_s * self._settings.micro_step_s, self._micro_tokens * 1.25)
         low, high = self._settings.min_micro_tokens, self._settings.max_micro_tokens
         self._micro_tokens = int(min(max(wanted, low), high))
 

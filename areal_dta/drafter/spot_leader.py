@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections import Counter
@@ -27,7 +28,6 @@ class Leader:
         self._state, self._control, self._hub, self._settings = state, control, hub, settings
         self._peers: set[str] = set()
         self._shares: dict[str, Share] = {}
-        self.sync_s = 0.0  # spent on waiting for others and sending to them
         self.counters: Counter[str] = Counter()
 
     def begin(self) -> None:
@@ -36,20 +36,26 @@ class Leader:
 
     def step(self, assignment: Assignment) -> tuple[Share, int] | None:
         """One step: what was learned from and by how many; None: interrupted, or the step was left out."""
-        if not accumulate(self._state, self._control, assignment, self._settings.step_tokens, self._serve):
+        if not accumulate(self._state, self._control, assignment, self._settings.step_tokens, self):
             return None
-        start_s = time.monotonic()
-        try:
-            if not self._collect(assignment):
-                return None
-            return self._advance(assignment)
-        finally:
-            self.sync_s += time.monotonic() - start_s
+        with self._state.phases.of("exchange"):
+            return self._advance() if self._collect(assignment) else None
 
-    def _serve(self) -> bool:
+    def hear(self) -> float:
         for message in self._hub.receive():
             self._answer(message)
-        return False  # nobody tells a leader to end its part
+        return math.inf  # nobody waits for a leader's part but the leader
+
+    def pause(self, timeout_s: float) -> None:
+        self._hub.poll(timeout_s)
+
+    def begin_last(self, micro_step_s: float) -> None:
+        """The others are to be ready at the same time; where that is off, it is within the rest that all owe then."""
+        self._close(time.monotonic() + micro_step_s)
+
+    def _close(self, at_s: float) -> None:
+        for peer in self._missing(self._peers):
+            self._hub.send(peer, "close", {"lineage": self._state.lineage, "at_s": at_s})
 
     def _answer(self, message: Message) -> None:
         state = self._state
@@ -79,25 +85,25 @@ class Leader:
         elif message.kind == "leave":
             self._peers.discard(message.sender)
 
-    def _missing(self, assignment: Assignment) -> set[str]:
-        return (self._peers & set(assignment.members)) - set(self._shares)
+    def _missing(self, peers: set[str]) -> set[str]:
+        return (peers & set(self._control.current().members)) - set(self._shares)
 
     def _collect(self, assignment: Assignment) -> bool:
-        """Wait for the others' gradients, up to ``collect_s``; False: interrupted."""
-        for peer in self._missing(assignment):
-            self._hub.send(peer, "close", {"lineage": self._state.lineage})
-        deadline_s = time.monotonic() + self._settings.collect_s
-        while self._missing(self._control.current()):
+        """Wait for the others' gradients, up to ``collect_s``; False: interrupted. Who joins now is not waited for."""
+        self._close(time.monotonic())
+        deadline_s, early = time.monotonic() + self._settings.collect_s, set(self._peers)
+        while missing := self._missing(early & self._peers):
             if time.monotonic() >= deadline_s:
-                self.counters["missed"] += len(self._missing(self._control.current()))
+                self.counters["missed"] += len(missing)
                 break
-            for message in self._hub.receive(SLICE_S):
-                self._answer(message)
+            with self._state.waiting():
+                self._hub.poll(SLICE_S)
+            self.hear()
             if self._control.left(assignment):
                 return False
         return not self._control.left(assignment)
 
-    def _advance(self, assignment: Assignment) -> tuple[Share, int] | None:
+    def _advance(self) -> tuple[Share, int] | None:
         state, before = self._state, self._state.lineage
         total, members = state.share, 1 + len(self._shares)
         if total is None:
@@ -113,12 +119,11 @@ class Leader:
             for peer in self._peers:
                 self._hub.send(peer, "skip", {"lineage": before})
             return None
-        present = self._peers & set(assignment.members)
-        if present:
+        if self._peers:  # those too that this worker has not been told of yet: without it they would be left behind
             body, values = encode_share(total)
             body.update(before=before, lineage=state.lineage, step=state.step)
             if state.step % self._settings.check_steps == 0:
                 body["checksum"] = state.checksum()
-            for peer in present:
+            for peer in self._peers:
                 self._hub.send(peer, "average", body, values)
         return total, members

@@ -18,7 +18,7 @@ from areal_dta.drafter.learner import Learner
 from areal_dta.drafter.publish import DrafterPublisher, newest_drafter
 from areal_dta.drafter.spot_follower import Follower
 from areal_dta.drafter.spot_leader import Leader
-from areal_dta.drafter.spot_state import SpotSettings, TrainingState
+from areal_dta.drafter.spot_state import PHASES, SpotSettings, TrainingState
 from areal_dta.drafter.states import Assignment, WorkerState
 from areal_dta.metrics import Publisher
 from areal_dta.wire import ChannelError
@@ -76,7 +76,8 @@ class SpotTrainer:
     def train(self) -> None:
         """Take part until the assignment ends."""
         start_s, first_step = time.monotonic(), self._state.step
-        self._leader.sync_s = self._follower.sync_s = 0.0
+        phases = self._state.phases
+        phases.begin()
         assignment = self._control.current()
         self._metrics.event("drafter/training", leader=assignment.leader, round=assignment.round_id)
         while assignment.train:
@@ -91,7 +92,10 @@ class SpotTrainer:
         elapsed_s, num_steps = time.monotonic() - start_s, self._state.step - first_step
         if num_steps > 0:
             self._metrics.emit("drafter/steps_per_s", num_steps / elapsed_s)
-            self._metrics.emit("drafter/sync_share", (self._leader.sync_s + self._follower.sync_s) / elapsed_s)
+            phases.end()
+            for phase in PHASES:
+                self._metrics.emit("drafter/phase_s", phases.seconds[phase], phase=phase)
+                self._metrics.emit("drafter/phase_cpu_s", phases.cpu_seconds[phase], phase=phase)
 
     def close(self, timeout_s: float) -> None:
         """Save, and wait for what is being written; raises TimeoutError."""

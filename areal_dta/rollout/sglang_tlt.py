@@ -118,8 +118,8 @@ def _checked_drafter(plan: TltPlan, command: Sequence[str], given: set[str]) -> 
     obstacles = sglang_obstacles(drafter)
     if obstacles:
         raise SpeculationRefused(
-            f"tlt.drafter={plan.drafter}: SGLang's EAGLE classes have no {', no '.join(obstacles)}; train a drafter "
-            "with EagleConfig.for_target(..., portable=True), or use rollout.backend=embedded:dN"
+            f"tlt.drafter={plan.drafter}: SGLang's EAGLE classes cannot load {', '.join(obstacles)}; train one with "
+            "python -m experiments.drafter --portable, or use rollout.backend=embedded:dN"
         )
     return drafter
 

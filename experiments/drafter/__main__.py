@@ -31,20 +31,36 @@ from experiments.tau2.domains import DOMAINS
 __all__ = ["main"]
 
 SIDES = ("train", "held_out")
+EXAMPLES = """examples:
+  python -m experiments.drafter --model MODEL --out DRAFTER
+      a drafter for embedded servers; stopped, the same command goes on
+  python -m experiments.drafter --model MODEL --out DRAFTER --portable
+      one that SGLang's EAGLE classes can load as well, see docs/speculation.md
+  python -m experiments.drafter --model MODEL --out DRAFTER --kind eagle3 --portable --work WORK
+      an EAGLE-3 one; with the same WORK from the same answers
+  python -m experiments.drafter --model MODEL --out BETTER --start DRAFTER --work WORK --response-tokens 300000
+      more answers, and DRAFTER trained further on all of them
+"""
 _BEGAN_S = time.monotonic()
 
 
 def _parser() -> argparse.ArgumentParser:
     assert __doc__
-    parser = argparse.ArgumentParser(prog="experiments.drafter", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.drafter",
+        description=__doc__.splitlines()[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="a local Hugging Face folder")
-    add("--out", type=Path, required=True, help="the drafter's folder, replaced when a better one is ready")
-    add("--work", type=Path, help="answers and training state")
-    add("--steps", choices=["collect", "train", "all"], default="all")
+    add("--out", type=Path, required=True, help="the drafter's folder, written again whenever the state is saved")
+    add("--work", type=Path, help="answers and training state; default: OUT.work")
+    add("--steps", choices=["collect", "train", "all"], default="all", help="one part only")
     add("--start", type=Path, help="a drafter's folder to go on from, for example after collecting more")
     add("--kind", choices=KINDS, default=TrainSettings.kind)
     add("--draft-vocab", type=int, default=TrainSettings.draft_vocab, help="tokens that can be drafted; 0: all")
+    add("--portable", action="store_true", help="leave out what SGLang's EAGLE classes cannot load (q/k-norm, biases)")
     add("--domains", default=",".join(DOMAINS), help="tau2 domains of the prompts")
     add("--max-prompt", type=int, default=1024, help="bound of the prompts' tokens; 0: whole prompts (5,000 to 8,000)")
     add(
@@ -120,6 +136,7 @@ def _train(args: argparse.Namespace, target: DecoderWeights, prompts: dict[str, 
     settings = TrainSettings(
         kind=args.kind,
         draft_vocab=args.draft_vocab,
+        portable=args.portable,
         epochs=args.epochs,
         batch_tokens=args.batch_tokens,
         learning_rate=args.learning_rate,

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_dta.drafter.draft_vocab import count_tokens, covered_share, frequent_tokens
 from areal_dta.drafter.eagle import EagleWeights, init_weights
-from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig
+from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig, sglang_obstacles
 from areal_dta.drafter.eagle_files import write_drafter
 from areal_dta.drafter.losses import DraftScores
 from areal_dta.drafter.packing import DraftSample, PackedBatch, pack
@@ -46,10 +46,12 @@ PROMPT_WEIGHT = 0.1  # of a prompt's token in the choice of the vocabulary, agai
 @dataclass(frozen=True)
 class TrainSettings:
     """``batch_tokens`` per optimisation step; the rate falls from ``learning_rate`` along half a cosine. Every answer
-    is preceded by at most ``context`` tokens of its prompt. ``seconds`` bounds one call."""
+    is preceded by at most ``context`` tokens of its prompt. ``portable``: of parts that SGLang's drafter classes can
+    load as well. ``seconds`` bounds one call."""
 
     kind: str = "eagle"
     draft_vocab: int = 8192
+    portable: bool = False
     epochs: int = 6
     batch_tokens: int = 2048
     learning_rate: float = 1e-3
@@ -122,7 +124,8 @@ def train(
     start: EagleWeights | None = None,
 ) -> Trained:
     """Train and write the drafter to ``out``; ``work`` holds the state. ``start``: a drafter to go on from, whose
-    vocabulary is kept; eagle and hass are the same network, so the one may become the other. Raises DrafterMismatch."""
+    vocabulary and parts are kept; eagle and hass are the same network, so the one may become the other. Raises
+    DrafterMismatch."""
     return _Training(target, samples, held_out, out, work, settings, report, start).run()
 
 
@@ -141,7 +144,7 @@ class _Training:
         self._settings, self._report = settings, report
         self._samples, self._out, self._work = list(samples), out, work
         self._held_out = pack([_in_fp32(s) for s in held_out], settings.batch_tokens)
-        self._start = _untrained(target, samples, settings) if start is None else _of_kind(start, settings.kind)
+        self._start = _untrained(target, samples, settings) if start is None else _continued(start, settings)
         said_V = count_tokens((s.ids_T[s.loss_start + 1 :].numpy() for s in held_out), target.config.vocab_size)
         ids_Vd = self._start.draft_ids_Vd
         self._covered = 1.0 if ids_Vd is None else covered_share(said_V, ids_Vd.numpy())
@@ -226,7 +229,7 @@ class _Training:
         if not path.exists():
             return
         progress = json.loads(path.read_text())
-        if progress["identity"] != self._identity():
+        if {"portable": False} | progress["identity"] != self._identity():  # older states do not say so
             self._report(f"{path} is of other settings or other samples: starting anew")
             return
         self._done, self._earlier_s = progress["steps"], progress["seconds"]
@@ -249,16 +252,25 @@ class _Training:
 
 
 def _untrained(target: DecoderWeights, samples: Sequence[DraftSample], settings: TrainSettings) -> EagleWeights:
-    full = settings.draft_vocab in (0, target.config.vocab_size)
+    full = settings.draft_vocab == 0 or settings.draft_vocab >= target.config.vocab_size
     ids_Vd = None if full else choose_vocabulary(samples, target, settings.draft_vocab)
-    config = EagleConfig.for_target(target.config, settings.kind, 0 if full else settings.draft_vocab)
+    size = 0 if full else settings.draft_vocab
+    config = EagleConfig.for_target(target.config, settings.kind, size, portable=settings.portable)
     return init_weights(config, target, torch.Generator().manual_seed(settings.seed), ids_Vd)
 
 
-def _of_kind(start: EagleWeights, kind: str) -> EagleWeights:
+def _continued(start: EagleWeights, settings: TrainSettings) -> EagleWeights:
+    kind = settings.kind
     if start.config.kind != kind and "eagle3" in (start.config.kind, kind):
         raise DrafterMismatch(f"a drafter of kind {start.config.kind} cannot go on as {kind}; leave --start out")
-    return replace(start, config=replace(start.config, kind=kind))
+    config = replace(start.config, kind=kind)
+    obstacles = sglang_obstacles(config)
+    if settings.portable and obstacles:
+        raise DrafterMismatch(
+            f"the drafter to start from has {', '.join(obstacles)}, so it cannot go on as a portable one; leave out "
+            "--start, to train a new one, or --portable"
+        )
+    return replace(start, config=config)
 
 
 def _in_fp32(sample: DraftSample) -> DraftSample:

@@ -16,6 +16,7 @@ import pytest
 
 from areal_dta.drafter.buffer import BufferWriter
 from areal_dta.drafter.eagle_config import EagleConfig
+from areal_dta.drafter.spot_state import PHASES
 from areal_dta.nn import DecoderConfig
 from tests.e2e.spot_kit import (
     API_KEY,
@@ -243,6 +244,11 @@ def test_training_lowers_the_loss_and_coordination_is_cheap(training: Fleet) -> 
     shares = [r.value or 0.0 for r in training.sink.since(0, "drafter/coordinator_cpu_share")]
     print(f"coordinator: {np.mean(shares):.4f} of one core; {len(losses)} steps")
     assert np.median(shares) < 0.05
+    spent_s = dict.fromkeys(PHASES, 0.0)
+    for record in training.sink.since(0, "drafter/phase_s"):
+        spent_s[str(record.labels["phase"])] += record.value or 0.0
+    print("rounds: " + ", ".join(f"{phase} {spent / sum(spent_s.values()):.1%}" for phase, spent in spent_s.items()))
+    assert min(spent_s["learn"], spent_s["rest"], spent_s["exchange"], spent_s["update"]) > 0
 
 
 def test_a_follower_killed_in_a_round_is_not_waited_for_and_comes_back_even_with_another_models_drafter(

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from aiohttp import web
 
 from areal_dta.drafter.buffer_files import list_entries, read_sample
 from areal_dta.drafter.eagle import init_weights
-from areal_dta.drafter.eagle_config import EagleConfig
+from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig
 from areal_dta.drafter.eagle_files import write_drafter
 from areal_dta.nn import DecoderConfig, Rotary, load_decoder
 from areal_dta.nn.decoder import decode_features
+from areal_dta.rollout.server.drafter_api import DrafterApi
+from areal_dta.rollout.server.engine import Engine
 from areal_dta.rollout.server.feature_recorder import RecorderSettings
-from areal_dta.rollout.server.spec_control import SpecControl, SpecSettings
+from areal_dta.rollout.server.front import Front
+from areal_dta.rollout.server.spec_control import DrafterUpdate, SpecControl, SpecSettings
 from tests.unit.server_kit import call, generate, make_scheduler, server_process, wait_until
 from tests.unit.spec_kit import dense_attend, mixed_requests, run_all, same
+from tests.unit.test_server_stream import metrics
 from tests.unit.tiny_models import save_tiny_model
 
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
@@ -94,6 +102,62 @@ def test_a_drafter_that_does_not_fit_is_refused_and_the_old_one_stays(
     assert (status, answer["success"]) == (400, False)
     assert said in answer["message"]
     assert speculation(url)["drafter_version"] == "d1"
+
+
+def test_metrics_count_what_was_drafted_and_which_drafter_is_in_use(url: str, drafters: dict[str, Path]):
+    call(url, "/update_drafter_from_disk", {"model_path": str(drafters["good"])})
+    before = metrics(url)
+    generate(url, PROMPT, max_new_tokens=200, temperature=0, ignore_eos=True)
+    call(url, "/update_drafter_from_disk", {"model_path": str(drafters["torn"])})
+    after, info = metrics(url), speculation(url)
+    assert info["draft_steps"] > 0
+    assert after["sglang:spec_verify_calls_total"] == info["draft_steps"]
+    assert after["areal_dta:drafted_tokens_total"] == info["drafted_tokens"]
+    assert after["areal_dta:accepted_tokens_total"] == info["accepted_tokens"]
+    assert after["areal_dta:draft_starved_total"] == info["starved"] == 0
+    assert after["sglang:spec_accept_length"] == pytest.approx(info["accept_length"])
+    assert after["sglang:spec_accept_rate"] == pytest.approx(info["accepted_tokens"] / info["drafted_tokens"])
+    steps, seconds, tokens = (
+        {arm: after[f'areal_dta:decode_{what}_total{{arm="{arm}"}}'] for arm in info["steps_by_arm"]}
+        for what in ("steps", "seconds", "tokens")
+    )
+    assert steps == info["steps_by_arm"] and len(steps) > 1
+    assert all(0 < seconds[arm] < 60 for arm in steps)
+    grown = sum(tokens.values()) - sum(v for k, v in before.items() if k.startswith("areal_dta:decode_tokens_total"))
+    assert grown in (199, 200)  # the first one may come with the prompt
+    assert after['areal_dta:drafter_version_info{drafter_version="d1"}'] == 1
+    assert after["areal_dta:drafter_missing"] == 0
+    name = "areal_dta:drafter_update_failures_total"
+    assert after[name] == before[name] + 1
+
+
+def test_a_drafter_that_the_model_thread_refuses_is_told_as_a_refusal():
+    class Control:
+        drafter_version = "d1"
+
+        def read(self, *asked: object) -> DrafterUpdate:
+            return cast(DrafterUpdate, SimpleNamespace(version="d2"))
+
+        def install(self, update: DrafterUpdate) -> None:
+            raise DrafterMismatch("this server records what the training of another kind needs; set tlt.kind")
+
+    class ModelThread:
+        def call(self, function: Callable[[], None]) -> Future[None]:
+            done: Future[None] = Future()
+            try:
+                function()
+            except DrafterMismatch as error:
+                done.set_exception(error)
+            return done
+
+    async def read() -> bytes:
+        return b'{"model_path": "/drafter"}'
+
+    front = Front(cast(Engine, ModelThread()), 5.0, 1)
+    api = DrafterApi(front, cast(SpecControl, Control()))
+    answer = asyncio.run(api.from_disk(cast(web.Request, SimpleNamespace(read=read))))
+    assert (answer.status, api.num_failed) == (400, 1)
+    assert "drafter d1 stays: this server records" in (answer.text or "")
 
 
 def test_memory_released_until_work_comes_is_taken_again_by_the_first_request(url: str):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from areal_dta.drafter.eagle_config import sglang_obstacles
 from areal_dta.drafter.eagle_files import read_drafter
 from areal_dta.nn import DecoderConfig, load_decoder
 from experiments.drafter.__main__ import main
@@ -121,6 +122,34 @@ def test_an_eagle_drafter_goes_on_as_hass_but_not_as_eagle3(model: Path, work: P
     target = load_decoder(model, DecoderConfig.from_folder(model), torch.float32)
     assert read_drafter(tmp_path / "second", target)[0].config.kind == "hass"
     assert main(arguments(model, work, *more, "--kind", "eagle3")) == 1
+
+
+@pytest.mark.parametrize(("kind", "asked", "kept"), [("eagle", 8192, 0), ("hass", 256, 256), ("eagle3", 256, 256)])
+def test_a_portable_drafter_has_what_sglang_can_load_although_its_target_has_q_k_norms(
+    kind: str, asked: int, kept: int, model: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_decoder(model, DecoderConfig.from_folder(model), torch.float32)
+    assert target.config.qk_norm
+    own, portable = tmp_path / "own", tmp_path / "portable"
+    options = ["--steps", "train", "--seconds", "0", "--kind", kind, "--draft-vocab", str(asked)]
+    assert main([*arguments(model, work, *options), "--out", str(own)]) == 0
+    assert sglang_obstacles(read_drafter(own, target)[0].config) == ("q/k-norm",)
+    options.append("--portable")
+    assert main([*arguments(model, work, *options), "--out", str(portable)]) == 0
+    assert "of other settings or other samples: starting anew" in capsys.readouterr().out
+    config = read_drafter(portable, target)[0].config
+    assert (config.kind, config.draft_vocab_size, sglang_obstacles(config)) == (kind, kept, ())
+    architecture = "LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"
+    assert json.loads((portable / "config.json").read_text())["architectures"] == [architecture]
+    capsys.readouterr()
+    assert main([*arguments(model, work, *options), "--out", str(portable)]) == 0
+    assert "going on after step 1 of" in capsys.readouterr().out
+    assert main([*arguments(model, work, *options), "--start", str(own), "--out", str(portable)]) == 1
+    assert "q/k-norm, so it cannot go on as a portable one; leave out --start" in capsys.readouterr().err
+    options.remove("--portable")
+    more = ["--start", str(portable), "--out", str(own), "--work", str(work)]
+    assert main([*arguments(model, work, *options), *more]) == 0  # stays what it is
+    assert not sglang_obstacles(read_drafter(own, target)[0].config)
 
 
 def test_nothing_to_train_on_is_an_error_that_says_so(model: Path, tmp_path: Path) -> None:

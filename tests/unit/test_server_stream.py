@@ -183,6 +183,7 @@ def test_metrics_count_what_happened(url: str):
     assert 0 < after["sglang:cache_hit_rate"] < 1
     assert after["sglang:token_usage"] == 0
     assert after['areal_dta:weight_version_info{weight_version="default"}'] == 1
+    assert not any("spec" in name or "draft" in name for name in after)  # speculation is off
 
 
 def test_memory_is_really_given_back_and_requests_wait_or_are_refused(model: Path):

@@ -128,7 +128,7 @@ class TestRefusals:
             chosen(planned(drafters["eagle"]), version)
 
     def test_a_drafter_that_sglang_has_no_classes_for(self, drafters: dict[str, Path]) -> None:
-        with pytest.raises(SpeculationRefused, match=r"no q/k-norm.*portable=True"):
+        with pytest.raises(SpeculationRefused, match=r"cannot load q/k-norm.*experiments\.drafter --portable"):
             chosen(planned(drafters["own"]), PINNED)
         target = random_target("qwen3", dtype=torch.float32)
         headless = EagleConfig.for_target(target.config, "eagle3", 16, portable=True, trains_head=False)

@@ -5,6 +5,7 @@ Not covered: real gradients (see tests/e2e/test_spot_training.py).
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -15,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from areal_dta.drafter.averaging import Hub, Share, checksum, decode_share, encode_share
+from areal_dta.drafter.averaging import Hub, Message, Share, checksum, decode_share, encode_share
 from areal_dta.drafter.control import ControlLink
 from areal_dta.drafter.eagle_config import DrafterMismatch
 from areal_dta.drafter.learner import Learner
 from areal_dta.drafter.losses import DraftScores
 from areal_dta.drafter.spot_follower import Follower
 from areal_dta.drafter.spot_leader import Leader
-from areal_dta.drafter.spot_state import SpotSettings, TrainingState
+from areal_dta.drafter.spot_state import SpotSettings, TrainingState, accumulate
 from areal_dta.drafter.states import Assignment
 from areal_dta.drafter.trainer_step import NonFiniteGradient
 from areal_dta.wire import ChannelError
@@ -61,7 +62,7 @@ class VectorLearner:
         self.gradient = gradient
         self.before_micro: Callable[[], None] = lambda: None
 
-    def micro_step(self) -> Share | None:
+    def micro_step(self, limit_s: float = math.inf) -> Share | None:
         self.before_micro()
         return Share(torch.full((SIZE,), 2 * self.gradient), 2, 2.0, DraftScores())
 
@@ -166,7 +167,7 @@ def test_a_member_that_never_sends_costs_the_leader_its_deadline_only() -> None:
     link.send("join", {"nonce": "n", "lineage": silent.state.lineage})
     deadline_s = time.monotonic() + 3
     while not leader.leader._peers and time.monotonic() < deadline_s:
-        leader.leader._serve()
+        leader.leader.hear()
     start_s = time.monotonic()
     assert leader.lead(assignment, 1, 1) == [1]
     assert 0.4 < time.monotonic() - start_s < 1.5
@@ -177,6 +178,47 @@ def test_a_member_that_never_sends_costs_the_leader_its_deadline_only() -> None:
     assert time.monotonic() - start_s < 0.3
     leader.end()
     silent.end()
+
+
+def test_a_member_that_joins_while_the_step_is_being_closed_is_not_waited_for() -> None:
+    leader, silent, late = Member("a", 1.0, 1.0), Member("b", 1.0, 1.0), Member("c", 1.0, 1.0)
+    assignment = round_of(leader, silent, late)
+    leader.control.assignment = assignment
+    silent.follower._connect(assignment)
+    silent.follower.hear()
+    assert leader.hub.poll(3)
+    leader.leader.hear()
+
+    def join(member: Member = late) -> None:
+        member.follower._connect(assignment)
+        member.follower.hear()
+
+    timer = threading.Timer(0.15, join)
+    leader.learner.before_micro = lambda: None if timer.is_alive() or timer.finished.is_set() else timer.start()
+    found = leader.leader.step(assignment)
+    timer.join(3)
+    assert found is not None and found[1] == 1
+    assert leader.leader._peers == {"b", "c"}
+    assert leader.leader.counters["missed"] == 1
+    for member in (leader, silent, late):
+        member.end()
+
+
+def test_a_member_that_joined_before_the_leader_was_told_of_it_is_not_left_behind() -> None:
+    leader, early = Member("a", 1.0, 1.0), Member("b", 1.0, 1.0)
+    leader.control.assignment = alone = round_of(leader)
+    link = early.follower._connect(round_of(leader, early))
+    early.follower.hear()
+    assert leader.hub.poll(3)
+    leader.leader.hear()
+    assert leader.leader.step(alone) is not None
+    assert link.poll(3)
+    early.follower.hear()
+    assert early.state.step == 1 or link.poll(3)
+    early.follower.hear()
+    assert (early.state.step, early.state.lineage) == (1, leader.state.lineage)
+    for member in (leader, early):
+        member.end()
 
 
 def test_gradients_of_a_state_that_is_over_or_of_another_drafter_are_left_out() -> None:
@@ -190,7 +232,7 @@ def test_gradients_of_a_state_that_is_over_or_of_another_drafter_are_left_out() 
     link.send("gradients", {**body, "lineage": leader.state.lineage}, values * np.float32("nan"))
     deadline_s = time.monotonic() + 3
     while leader.leader.counters["refused"] < 2 and time.monotonic() < deadline_s:
-        leader.leader._serve()
+        leader.leader.hear()
     assert leader.leader.counters == Counter(late=1, refused=2)
     answer = link.receive(1.0)
     assert answer is not None and answer.kind == "rejoin"
@@ -237,6 +279,65 @@ def test_a_follower_of_a_dead_leader_does_not_wait_for_ever() -> None:
     follower.follower.step(assignment)
     assert time.monotonic() - start_s < 1.0
     follower.end()
+
+
+def test_a_follower_that_asked_to_join_is_not_put_off_by_the_steps_it_misses_meanwhile() -> None:
+    leader, follower = Member("a", 1.0, 1.0), Member("b", 2.0, 1.0)
+    link = follower.follower._connect(round_of(leader, follower))
+    follower.follower.hear()
+    for i in range(3):  # of a leader that still counts it in
+        follower.follower._heed(Message("a", "average", {"before": f"{i}", "lineage": f"{i + 1}", "step": i}, None))
+        assert follower.follower.hear() == math.inf
+    assert leader.hub.poll(3)
+    leader.leader.hear()  # one request, one answer
+    assert leader.leader.counters["states_sent"] == 1
+    assert link.poll(3)
+    follower.follower.hear()
+    assert follower.state.lineage == leader.state.lineage
+    assert follower.follower.counters == Counter()
+    leader.end()
+    follower.end()
+
+
+def test_a_follower_goes_on_until_the_leader_needs_its_part_and_fits_the_last_micro_step_in() -> None:
+    leader, follower = Member("a", 1.0, 1.0), Member("b", 1.0, 1.0)
+    follower.control.assignment = assignment = round_of(leader, follower)
+    follower.follower._connect(assignment)
+    follower.follower._joined = True
+    limits: list[float] = []
+
+    def micro_step(limit_s: float = math.inf) -> Share:
+        limits.append(limit_s)
+        time.sleep(min(0.03, limit_s))
+        if len(limits) == 3:  # beyond what the leader learns from itself
+            close = {"lineage": follower.state.lineage, "at_s": time.monotonic() + 0.05}
+            follower.follower._heed(Message("a", "close", close, None))
+        return Share(torch.ones(SIZE), 1, 1.0, DraftScores())
+
+    follower.learner.micro_step = micro_step  # type: ignore[method-assign]
+    follower.learner.last_tokens = 1
+    start_s = time.monotonic()
+    assert accumulate(follower.state, cast(ControlLink, follower.control), assignment, 200, follower.follower)
+    assert limits[:3] == [math.inf] * 3
+    assert 0 < limits[-1] <= 0.05 and len(limits) in (4, 5)
+    assert time.monotonic() - start_s < 1.0
+    leader.end()
+    follower.end()
+
+
+def test_waiting_for_others_is_a_rest_as_long_as_one_is_owed() -> None:
+    member = Member("a", 1.0, 1.0)
+    member.learner.rest_s = 0.05
+    member.state.micro_step()
+    member.state.phases.begin()
+    for _ in range(8):
+        with member.state.waiting():
+            time.sleep(0.02)
+    member.state.phases.end()
+    seconds = member.state.phases.seconds
+    assert 0.03 < seconds["rest"] < 0.12 < 0.16 - 0.02 < seconds["rest"] + seconds["wait"]
+    assert member.state.phases.cpu_seconds["wait"] < 0.02
+    member.end()
 
 
 def test_adding_shares_is_what_one_larger_batch_gives() -> None:

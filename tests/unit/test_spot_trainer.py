@@ -24,15 +24,15 @@ from areal_dta.drafter.buffer_files import FrozenTarget, write_sample
 from areal_dta.drafter.checkpoint import AsyncCheckpoint, latest_step
 from areal_dta.drafter.control import ControlLink
 from areal_dta.drafter.eagle import init_weights
-from areal_dta.drafter.eagle_config import EagleConfig
-from areal_dta.drafter.eagle_files import read_drafter
+from areal_dta.drafter.eagle_config import EagleConfig, sglang_obstacles
+from areal_dta.drafter.eagle_files import read_drafter, write_drafter
 from areal_dta.drafter.learner import Learner, LearnerSettings
 from areal_dta.drafter.publish import DrafterPublisher, newest_drafter
 from areal_dta.drafter.spot_state import SpotSettings
 from areal_dta.drafter.spot_trainer import SpotTrainer
 from areal_dta.drafter.states import Assignment
 from areal_dta.drafter.trainer_step import DrafterTrainer
-from areal_dta.drafter.worker import WorkerSettings, settings_from_run
+from areal_dta.drafter.worker import WorkerSettings, build, settings_from_run
 from areal_dta.metrics import NullPublisher
 from areal_dta.records import LaunchPlan
 from tests.unit.spot_samples import load_target, make_sample, write_target
@@ -75,7 +75,8 @@ class Control:
         return not self.current().train
 
     def wait(self, timeout_s: float) -> Assignment:
-        return self.current()
+        time.sleep(timeout_s)
+        return ALONE if self.looks > 0 else REST
 
     def report(self, *args: Any, num_samples: int | None = None, **said: Any) -> None:
         self.num_samples = self.num_samples if num_samples is None else num_samples
@@ -238,6 +239,20 @@ def test_micro_steps_stay_near_the_wanted_duration(alone: Alone, monkeypatch: py
     assert alone.learner.last_tokens * cost_s < 0.05
 
 
+def test_a_micro_step_that_is_to_be_ready_soon_is_small_and_the_next_one_is_not(alone: Alone) -> None:
+    alone.learner.refresh()
+    for _ in range(10):
+        alone.learner.micro_step()
+    whole = alone.learner._micro_tokens
+    found = alone.learner.micro_step(0.0)
+    assert found is not None and 0 < found.num_rows < alone.learner.last_tokens <= 32
+    assert alone.learner._micro_tokens == whole > 64
+    half = alone.learner.micro_step(whole / alone.learner._tokens_per_s / 2)
+    assert half is not None and alone.learner.last_tokens <= whole / 2 + 1
+    alone.learner.micro_step()
+    assert alone.learner.last_tokens > whole / 2
+
+
 def test_settings_of_a_run_come_from_its_plan_and_unknown_keys_are_named(tmp_path: Path) -> None:
     plan = LaunchPlan(
         str(tmp_path),
@@ -268,6 +283,29 @@ def test_settings_of_a_run_come_from_its_plan_and_unknown_keys_are_named(tmp_pat
         settings_from_run(tmp_path, 2)
     with pytest.raises(ValueError, match="colour"):
         WorkerSettings.from_dict({"colour": "red"})
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_what_a_worker_makes_of_a_portable_drafter_is_portable(kind: str, tmp_path: Path) -> None:
+    target = load_target(write_target(tmp_path / "model", "0:0"))
+    shape = EagleConfig.for_target(target.config, kind, 16, portable=True)
+    start = init_weights(shape, target, torch.Generator().manual_seed(0), torch.arange(16))
+    write_drafter(tmp_path / "start", start, "d0")
+    settings = WorkerSettings(
+        name="drafter.0",
+        server="server.0",
+        coordinator="tcp://127.0.0.1:1",
+        buffer=str(tmp_path / "buffer"),
+        target_folders=(str(tmp_path / "model"),),
+        checkpoints=str(tmp_path / "checkpoints"),
+        drafters=str(tmp_path / "versions"),
+        drafter=str(tmp_path / "start"),
+    )
+    spot, control, hub = build(settings, NullPublisher())
+    control.close()
+    hub.close()
+    made = spot._learner.trainer.weights().config
+    assert (made, sglang_obstacles(made)) == (shape, ())
 
 
 def test_draws_for_training_differ_between_workers_but_held_out_ones_do_not(alone: Alone) -> None:

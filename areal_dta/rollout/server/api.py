@@ -86,7 +86,8 @@ class ServerApi:
         post("/generate", self.generate)
         control.add_routes(self.app.router)
         self._weights.add_routes(self.app.router)
-        DrafterApi(self._front, engine.speculation).add_routes(self.app.router)
+        self._drafters = DrafterApi(self._front, engine.speculation)
+        self._drafters.add_routes(self.app.router)
 
     async def close(self) -> None:
         await self._weights.close()
@@ -151,7 +152,7 @@ class ServerApi:
         return json_response({"status": "ok", "weight_version": self._engine.version})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        text = render_metrics(self._engine, self._front, self._chat)
+        text = render_metrics(self._engine, self._front, self._chat, self._drafters.num_failed)
         return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def server_info(self, request: web.Request) -> web.Response:

@@ -27,6 +27,7 @@ class DrafterApi:
         self._front = front
         self._control = control
         self._lock = asyncio.Lock()
+        self.num_failed = 0  # updates that were not taken
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/update_drafter_from_disk", self.from_disk)
@@ -50,14 +51,11 @@ class DrafterApi:
                 update = await asyncio.to_thread(
                     control.read, Path(path), expected["drafter_version"], expected["digest"]
                 )
-            except DRAFTER_REFUSALS as error:
+                installed = self._front.engine.call(lambda: control.install(update))
+                await self._front.on_model_thread(installed, "the drafter swap")
+            except (*DRAFTER_REFUSALS, MemoryError) as error:
+                self.num_failed += 1
                 log.warning("drafter %s refused: %s", path, error)
                 message = f"refused, drafter {control.drafter_version or 'none'} stays: {error}"
                 return json_response({"success": False, "message": message}, 400)
-            installed = self._front.engine.call(lambda: control.install(update))
-            try:
-                await self._front.on_model_thread(installed, "the drafter swap")
-            except MemoryError as error:
-                log.warning("decoding goes on without drafter %s: %s", path, error)
-                return json_response({"success": False, "message": str(error)}, 400)
         return json_response({"success": True, "message": "Drafter updated.", "drafter_version": update.version})
