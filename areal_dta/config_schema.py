@@ -280,7 +280,7 @@ class TltConfig:
     arms: tuple[str, ...] = ()  # strategies to choose from, as eagle-d4-k2-v7; empty: the built-in ones
     max_batch: int | None = None  # never speculate on more sequences at once; null: measurements decide
     max_regret: float = 0.02  # share of the time that trying strategies may cost
-    ngram_tokens: int = 400_000  # text kept for n-gram drafts
+    ngram_tokens: int = 400_000  # contexts kept for n-gram drafts
     train: bool = False  # train the drafter in idle time of the servers
     kind: Literal["eagle", "hass", "eagle3"] = "eagle"  # of a drafter that is trained from scratch
     draft_ids: str | None = None  # npy file of the draft vocabulary's target ids; null: the whole vocabulary

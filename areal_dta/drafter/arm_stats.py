@@ -26,6 +26,7 @@ class ArmStats:
 
     def __init__(self) -> None:
         self._tokens: deque[float] = deque(maxlen=TOKENS_WINDOW)
+        self._sum = self._squares = 0.0  # of the tokens
         self._latencies: deque[float] = deque(maxlen=LATENCY_WINDOW)
         self._cached: tuple[float, float] | None = None
         self.last_step = 0
@@ -42,7 +43,13 @@ class ArmStats:
         """One step; no ``latency`` when it does not show the arm's own pace (a switch just happened).
 
         Returns whether the recent tokens differ from those before beyond chance; these are then forgotten."""
+        if len(self._tokens) == TOKENS_WINDOW:
+            oldest = self._tokens[0]
+            self._sum -= oldest
+            self._squares -= oldest * oldest
         self._tokens.append(tokens)
+        self._sum += tokens
+        self._squares += tokens * tokens
         if latency is not None:
             self._latencies.append(latency)
         self._cached = None
@@ -64,6 +71,7 @@ class ArmStats:
 
     def _keep(self, tokens: Sequence[float]) -> None:
         self._tokens = deque(tokens, maxlen=TOKENS_WINDOW)
+        self._sum, self._squares = math.fsum(tokens), math.fsum([t * t for t in tokens])
         self._cached = None
 
     def heir(self) -> ArmStats:
@@ -100,9 +108,9 @@ class ArmStats:
     def speed(self) -> tuple[float, float]:
         """Estimate and its standard error; needs ``count`` > 0."""
         if self._cached is None:
-            tokens, times = tuple(self._tokens), sorted(self._latencies)  # copies: a snapshot may ask on another thread
-            mean, median = statistics.fmean(tokens), statistics.median(times)
-            spread = _deviation(tokens, mean) / math.sqrt(len(tokens)) / mean
+            num, times = len(self._tokens), sorted(self._latencies)  # a copy: a snapshot may ask on another thread
+            mean, median = self._sum / num, statistics.median(times)
+            spread = math.sqrt(max(self._squares / num - mean * mean, 0.0) / num) / mean
             quartiles = times[(3 * len(times)) // 4] - times[len(times) // 4]
             wobble = 0.93 * quartiles / median / math.sqrt(len(times))  # of a median: 1.25 sigma / sqrt(n)
             self._cached = mean / median, mean / median * math.hypot(spread, wobble)

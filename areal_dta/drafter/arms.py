@@ -16,7 +16,8 @@ class Arm:
     """One strategy: how far a drafter drafts and how many of its nodes the target verifies.
 
     ``depth`` bounds the drafted tokens on one path, ``top_k`` the nodes expanded per level (and candidates per node),
-    ``num_verify`` the drafted tokens verified per sequence: the target computes ``num_verify + 1`` rows.
+    ``num_verify`` the drafted tokens verified per sequence: the target computes ``num_verify + 1`` rows. N-gram drafts
+    are chains, each as long as it is promising, up to ``depth``.
     """
 
     drafter: str
@@ -32,6 +33,8 @@ class Arm:
                 raise ValueError(f"{self!r}: arm off drafts nothing; leave depth, top_k and num_verify at 0")
         elif self.top_k < 1 or not 1 <= self.depth <= self.num_verify:
             raise ValueError(f"{self!r}: needs top_k >= 1 and 1 <= depth <= num_verify")
+        elif self.drafter == "ngram" and (self.top_k, self.num_verify) != (1, self.depth):
+            raise ValueError(f"{self!r}: n-gram drafts are chains; write ngram-d{self.depth}-k1-v{self.depth}")
 
     @property
     def name(self) -> str:
@@ -54,9 +57,8 @@ OFF = Arm("off")
 # graphs are shared between arms of the same width.
 DEFAULT_ARMS = (
     OFF,
-    Arm("ngram", 3, 1, 3),
     Arm("ngram", 7, 1, 7),
-    Arm("ngram", 10, 2, 15),
+    Arm("ngram", 15, 1, 15),
     Arm("eagle", 1, 1, 1),
     Arm("eagle", 3, 1, 3),
     Arm("eagle", 3, 2, 7),

@@ -39,7 +39,7 @@ class DraftTree:
     def chain(cls, tokens: Iterable[int]) -> DraftTree:
         """One continuation without alternatives."""
         tokens = tuple(tokens)
-        return cls(tokens, tuple(range(ROOT, len(tokens) - 1)))
+        return cls(tokens, _chain_parents(len(tokens)))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -47,10 +47,27 @@ class DraftTree:
     @functools.cached_property
     def depths(self) -> tuple[int, ...]:
         """Tokens from the pending one to the node: 1 for a child of the root."""
+        if self.is_chain:
+            return tuple(range(1, len(self.tokens) + 1))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return tuple(depths)
+
+    @functools.cached_property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before it."""
+        return self.parents == _chain_parents(len(self.parents))
+
+    def below(self, node: int) -> Sequence[int]:
+        """All nodes that descend from ``node``."""
+        if self.is_chain:
+            return range(node + 1, len(self.tokens))
+        found = {node}
+        for other in range(node + 1, len(self.tokens)):
+            if self.parents[other] in found:
+                found.add(other)
+        return sorted(found - {node})
 
     @functools.cached_property
     def _children(self) -> dict[tuple[int, int], int]:
@@ -59,6 +76,8 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The node drafted to follow ``node`` (-1: the pending token) with ``token``, None if none was."""
+        if self.is_chain:
+            return node + 1 if node + 1 < len(self.tokens) and self.tokens[node + 1] == token else None
         return self._children.get((node, token))
 
     def path(self, node: int) -> tuple[int, ...]:
@@ -75,7 +94,7 @@ class DraftTree:
 
     def trimmed(self, max_depth: int) -> DraftTree:
         """Without the nodes deeper than ``max_depth`` (a sequence about to end needs no more)."""
-        if not self.tokens or max(self.depths) <= max_depth:
+        if len(self.tokens) <= max_depth or max(self.depths) <= max_depth:
             return self
         return self._only([node for node, depth in enumerate(self.depths) if depth <= max_depth])
 
@@ -85,6 +104,11 @@ class DraftTree:
 
 
 EMPTY = DraftTree((), ())
+
+
+@functools.lru_cache(maxsize=256)
+def _chain_parents(num_nodes: int) -> tuple[int, ...]:
+    return tuple(range(ROOT, num_nodes - 1))
 
 
 @functools.lru_cache(maxsize=1024)  # chains and small trees repeat their shape; 1024 of 64 nodes are 4 MB

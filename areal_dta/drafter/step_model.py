@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from areal_dta.drafter.arms import Arm
 
-__all__ = ["Acceptance", "StepCosts", "measure_steps"]
+__all__ = ["Acceptance", "RowCost", "StepCosts", "measure_steps"]
 
 RATIO_AGE = 1000  # steps of any size after which a measured one no longer shows the machine's pace
 RATIO_WINDOW = 16  # measured against predicted steps remembered per size
@@ -23,6 +23,10 @@ OPTIMIST_WEIGHT = 10.0
 PESSIMIST_WEIGHT = 5.0
 PRIOR_RATE = 0.9  # what a drafter may accept at best where nothing is known
 STEP_UP = 0.1  # a deeper or wider place may accept this much more than its known neighbour
+ROW_KEEP = 0.998  # what a step weighs in the cost of a row when the next one comes
+ROW_REFIT = 32  # steps
+RIDGE = 1e-6
+ROW_PRIOR_STEPS = 0.01  # a row is a small part of a step, so that a few of these outweigh many steps
 MAX_EVIDENCE = 2000.0  # older observations fade beyond this many sequences
 DRAFT_SHARES = {"eagle": 0.1, "ngram": 0.002}  # cost of one drafted level, relative to a target step of as many rows
 
@@ -53,6 +57,7 @@ class StepCosts:
         self._recent: deque[float] = deque(maxlen=2 * RATIO_WINDOW)  # the same of steps of any size
         self._draft_ratios: dict[str, deque[float]] = {}
         self._fills: dict[tuple[str, int], float] = {}  # share of an arm's rows that its drafter really fills
+        self._row_cost = RowCost((self._seconds[-1] - self._seconds[0]) / max(self._rows[-1] - self._rows[0], 1))
 
     def prior_s(self, num_rows: float) -> float:
         """The calibrated cost, never corrected: a fixed yardstick."""
@@ -65,10 +70,20 @@ class StepCosts:
         share = math.log(num_rows / rows[hi - 1]) / math.log(rows[hi] / rows[hi - 1])
         return seconds[hi - 1] ** (1 - share) * seconds[hi] ** share
 
+    @property
+    def row_s(self) -> float:
+        """Seconds by which one more drafted token lengthens a step."""
+        return self._row_cost.row_s
+
     def step_s(self, arm: Arm, batch: int, context: int) -> float:
         """Predicted seconds of one step of ``arm``, drafting included; ``context`` is the tuner's bucket."""
         num_rows = batch * (1 + arm.num_verify * self._fills.get((arm.drafter, arm.num_verify), 1.0))
         return self.prior_s(num_rows) * self._ratio(num_rows, context) + self._draft_s(arm, batch, context)
+
+    def expect_rows(self, arm: Arm, share: float) -> None:
+        """A draft on paper filled ``share`` of the rows that ``arm`` allows."""
+        key = arm.drafter, arm.num_verify
+        self._fills[key] = 0.9 * self._fills.get(key, share) + 0.1 * share
 
     def observe(
         self,
@@ -82,10 +97,9 @@ class StepCosts:
         """Learn from a step; without ``draft_seconds`` the predicted drafting is taken off."""
         drafted_s = self._draft_s(arm, batch, context) if draft_seconds is None else draft_seconds
         if num_rows is not None and arm.num_verify:
-            key = arm.drafter, arm.num_verify
-            fill = (num_rows - batch) / (batch * arm.num_verify)
-            self._fills[key] = 0.9 * self._fills.get(key, fill) + 0.1 * fill
+            self.expect_rows(arm, (num_rows - batch) / (batch * arm.num_verify))
         rows = num_rows or batch * (1 + arm.num_verify)
+        self._row_cost.observe(batch, rows - batch, max(seconds - drafted_s, 0.05 * seconds))
         octaves = self._ratios.setdefault(context, {})
         window = octaves.setdefault(round(math.log2(rows)), deque(maxlen=RATIO_WINDOW))
         ratio = max(seconds - drafted_s, 0.05 * seconds) / self.prior_s(rows)
@@ -115,6 +129,38 @@ class StepCosts:
         # Two votes for what steps of any size say: the first steps of a size may be outliers.
         known = [ratio for step, ratio in nearest if self._step - step < RATIO_AGE]
         return statistics.median((*known, *[statistics.median(self._recent)] * 2))
+
+
+class RowCost:
+    """What a drafted row costs: least squares of ``seconds = a + b * batch + row_s * drafted`` over the steps of late,
+    relative to each step's seconds. It starts as if ``guess_s`` had been measured."""
+
+    def __init__(self, guess_s: float) -> None:
+        self.row_s = self._guess_s = max(guess_s, 1e-9)
+        self._sums = [0.0] * 9  # of the products of (1, batch, drafted) over seconds, then of the factors
+        self._num_steps = 0
+
+    def observe(self, batch: int, drafted: int, seconds: float) -> None:
+        x, y, z = 1.0 / seconds, batch / seconds, drafted / seconds
+        new = (x * x, x * y, x * z, y * y, y * z, z * z, x, y, z)
+        self._sums = [ROW_KEEP * old + value for old, value in zip(self._sums, new, strict=True)]
+        self._num_steps += 1
+        if self._num_steps % ROW_REFIT == 0:
+            self._refit()
+
+    def _refit(self) -> None:
+        xx, xy, xz, yy, yz, zz, x, y, z = self._sums
+        zz += ROW_PRIOR_STEPS / self._guess_s**2
+        z += ROW_PRIOR_STEPS / self._guess_s
+        # The normal equations, a and then b eliminated; a little ridge, as steps of one batch do not tell these apart.
+        yy, yz, zz, y, z = (
+            yy * (1 + RIDGE) - xy * xy / xx,
+            yz - xy * xz / xx,
+            zz - xz * xz / xx,
+            y - xy * x / xx,
+            z - xz * x / xx,
+        )
+        self.row_s = max((z - yz * y / yy) / (zz - yz * yz / yy), 0.1 * self._guess_s)
 
 
 class Acceptance:

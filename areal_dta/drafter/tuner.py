@@ -133,7 +133,7 @@ class Tuner:
         if trial is not None and (trial == OFF or self._affordable(bucket, trial, batch)):
             return trial
         bucket.trial, bucket.trial_left = None, 0
-        if bucket.since_plain >= bucket.recheck_after:
+        if bucket.since_plain >= min(bucket.recheck_after * self._gain(bucket) ** 2, settings.stale_steps):
             bucket.recheck_after = min(2 * bucket.recheck_after, settings.stale_steps)
             bucket.stats(OFF).forget_latencies()
             bucket.trial, bucket.trial_left = OFF, settings.min_steps
@@ -166,6 +166,23 @@ class Tuner:
         gained_s = (bucket.stats(arm).mean_tokens - 1) * cost_s(batch)
         rows_s = cost_s(num_rows + batch * (1 + arm.num_verify)) - cost_s(num_rows + batch)
         return arm if gained_s > rows_s else OFF
+
+    def least_chance(self, batch: int, context_tokens: int) -> float:
+        """The chance of being accepted from which one more drafted token is worth its row: what the row takes over the
+        time that a token takes at the best speed known."""
+        bucket = self._bucket(batch, context_tokens)
+        speed = bucket.speed(bucket.best)[0] if bucket.count(bucket.best) else 1.0
+        return self.costs.row_s * batch * speed / self.costs.prior_s(batch)
+
+    def on_paper(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
+        """A chain of ``num_drafted`` tokens, cut where `least_chance` says, was drafted without being verified; of it
+        ``num_accepted`` would have been accepted."""
+        chains = [arm for arm in self._arms if arm.drafter == drafter and arm.top_k == 1]
+        for arm in chains:
+            self.costs.expect_rows(arm, min(num_drafted, arm.num_verify) / arm.num_verify)
+        if chains:
+            deepest = max(chains)
+            self.acceptance.learn(deepest, 1, [int(num_accepted > depth) for depth in range(deepest.depth)])
 
     def record(
         self,
@@ -281,6 +298,13 @@ class Tuner:
             if bucket.count(bucket.best):
                 trial_loss_s = seconds - tokens * unit_s / bucket.speed(bucket.best)[0]
         return trial_loss_s, plain_loss_s
+
+    def _gain(self, bucket: _Bucket) -> float:
+        """Of the arm in use over plain decoding, where both are known: the larger, the longer it will do without a
+        new measurement of plain decoding, and the more that costs."""
+        if not bucket.count(OFF) or not bucket.count(bucket.best):
+            return 1.0
+        return max(1.0, bucket.speed(bucket.best)[0] / bucket.speed(OFF)[0])
 
     def _affordable(self, bucket: _Bucket, arm: Arm, batch: int) -> bool:
         """Whether a step of ``arm``, if it goes as the pessimist expects, stays within both budgets."""

@@ -14,7 +14,6 @@ from typing import Protocol
 from areal_dta.drafter.arms import OFF, Arm
 from areal_dta.drafter.eagle import EagleWeights
 from areal_dta.drafter.ngram import NgramIndex
-from areal_dta.drafter.step_model import Acceptance
 from areal_dta.nn import DecoderWeights
 from areal_dta.rollout.server.eagle_runtime import EagleRuntime
 from areal_dta.rollout.server.ngram_drafter import NgramDrafter
@@ -29,10 +28,11 @@ __all__ = ["Chooser", "FixedArm", "Played", "Player", "StepNote", "Totals"]
 class Chooser(Protocol):
     """What a `Speculator` asks of a tuner."""
 
-    @property
-    def acceptance(self) -> Acceptance: ...
-
     def choose(self, batch: int, context_tokens: int) -> Arm: ...
+
+    def least_chance(self, batch: int, context_tokens: int) -> float: ...
+
+    def on_paper(self, drafter: str, num_drafted: int, num_accepted: int) -> None: ...
 
     def record(
         self,
@@ -52,10 +52,15 @@ class FixedArm:
 
     def __init__(self, arm: Arm) -> None:
         self._arm = arm
-        self.acceptance = Acceptance()
 
     def choose(self, batch: int, context_tokens: int) -> Arm:
         return self._arm
+
+    def least_chance(self, batch: int, context_tokens: int) -> float:
+        return 0.0
+
+    def on_paper(self, *guess: object) -> None:
+        """Nothing is learnt."""
 
     def beside_prefill(self, batch: int, context_tokens: int, num_rows: int) -> Arm:
         return OFF
@@ -98,12 +103,14 @@ class _Noting:
         self._inner = inner
         self.notes: list[StepNote] = []
 
-    @property
-    def acceptance(self) -> Acceptance:
-        return self._inner.acceptance
-
     def choose(self, batch: int, context_tokens: int) -> Arm:
         return self._inner.choose(batch, context_tokens)
+
+    def least_chance(self, batch: int, context_tokens: int) -> float:
+        return self._inner.least_chance(batch, context_tokens)
+
+    def on_paper(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
+        self._inner.on_paper(drafter, num_drafted, num_accepted)
 
     def beside_prefill(self, batch: int, context_tokens: int, num_rows: int) -> Arm:
         return OFF

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--domains", default="airline,retail", help="tau2 domains whose prompts a folder's model gets")
     parser.add_argument("--max-prompt", type=int, default=768, help="bound of the prompts' tokens; 0: whole prompts")
     parser.add_argument("--strategies", type=_strategies, default=STRATEGIES, help="plain and others of static, tlt")
-    parser.add_argument("--static-arm", type=_arm, help="default: depth 3, one path, eagle where there is a drafter")
+    parser.add_argument("--static-arm", type=_arm, help="default: ngram-d7-k1-v7, or eagle-d3-k1-v3 where there is a drafter")
     parser.add_argument("--requests", type=int, default=64, help="of one step")
     parser.add_argument("--samples", type=int, default=8, help="answers per prompt")
     parser.add_argument("--rounds", type=int, default=6, help="steps on new prompts; the first is left out")
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for i in range(args.rounds)
         ]
         pools = [_pool(args, model, draw, len(cores), i) for i in range(args.pool_rounds if args.turns else 0)]
-        arm = args.static_arm or Arm("ngram" if model.drafter is None else "eagle", 3, 1, 3)
+        arm = args.static_arm or (Arm("ngram", 7, 1, 7) if model.drafter is None else Arm("eagle", 3, 1, 3))
         sizes = _sizes(args, steps, pools)
         with Bench(args, model, root, cores, arm, sizes) as bench:
             for i, asks in enumerate(steps):

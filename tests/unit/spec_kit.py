@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from areal_dta.drafter.arms import OFF, Arm
 from areal_dta.drafter.draft_tree import ROOT, DraftTree
-from areal_dta.drafter.step_model import Acceptance
 from areal_dta.rollout.server.scheduler import Scheduler
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, SamplingParams, Step
 from areal_dta.rollout.server.sequence import Sequence as ServerSequence
@@ -28,7 +27,6 @@ class ScriptedTuner:
 
     def __init__(self, arms: Iterable[Arm]) -> None:
         self._arms: Iterator[Arm] = itertools.cycle(arms)
-        self.acceptance = Acceptance()
         self.records: list[tuple[Arm, int, int]] = []
 
     def choose(self, batch: int, context_tokens: int) -> Arm:
@@ -36,6 +34,12 @@ class ScriptedTuner:
 
     def beside_prefill(self, batch: int, context_tokens: int, num_rows: int) -> Arm:
         return next(self._arms)
+
+    def least_chance(self, batch: int, context_tokens: int) -> float:
+        return 0.0
+
+    def on_paper(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
+        pass
 
     def remove(self, drafter: str) -> None:
         self._arms = itertools.repeat(OFF)

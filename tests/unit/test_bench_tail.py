@@ -182,7 +182,7 @@ def test_two_steps_with_an_update_between_and_a_pool_through_real_servers(
     pool = ("--turns", "2", "--eta", "1", "--batch", "1", "--pool-rounds", "1", "--observation", "2")
     fewer = ("--strategies", "plain,static", "--beside-rounds", "0", "--update-noise", "0.1")
     result = tail.run(arguments(*fewer, *given, *pool))
-    assert result["static_arm"] == "ngram-d3-k1-v3"
+    assert result["static_arm"] == "ngram-d7-k1-v7"
     assert result["outputs"]["static"] == {"answers": 16, "same": 16, "near_ties": 0, "different": 0}
     assert result["lengths"]["longest"] == 18
     assert result["pool"]["static_tps"] > 0

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from areal_dta.rollout.server.sampler import _uniform, gumbel_noise
+from areal_dta.rollout.server.sampler import _noise, _noise_on_cpu, _splitmix, _uniform, gumbel_noise
 
 V = 512
 
@@ -33,3 +33,10 @@ def test_draws_follow_the_softmax_and_do_not_depend_on_the_draw_before() -> None
     pairs = torch.bincount(kind[:-1] * 5 + kind[1:], minlength=25).view(5, 5).double()
     independent = pairs.sum(1, keepdim=True) * pairs.sum(0, keepdim=True) / pairs.sum()
     assert float(((pairs - independent) ** 2 / independent).sum()) < 16 + 4 * math.sqrt(2 * 16)
+
+
+def test_the_noise_made_on_a_cpu_is_that_of_other_devices_bit_for_bit() -> None:
+    words = [_splitmix(seed) for seed in range(40)] + [0, (1 << 64) - 1]
+    for ids_V in (torch.arange(5001, dtype=torch.int32), torch.tensor([0, 7, 151_000], dtype=torch.int32)):
+        assert torch.equal(_noise_on_cpu(words, ids_V), _noise(words, ids_V))
+    assert torch.equal(gumbel_noise([(3, 5)], 9, tokens_V=torch.tensor([2, 8])), gumbel_noise([(3, 5)], 9)[:, [2, 8]])

@@ -15,7 +15,7 @@ from areal_dta.drafter.draft_tree import DraftTree
 from areal_dta.drafter.ngram import NgramIndex
 from areal_dta.nn import DecoderConfig, load_decoder
 from areal_dta.rollout.server import speculation as speculation_module
-from areal_dta.rollout.server.ngram_drafter import NgramDrafter
+from areal_dta.rollout.server.ngram_drafter import PAPER_STEPS, NgramDrafter
 from areal_dta.rollout.server.scheduler import Scheduler
 from areal_dta.rollout.server.sequence import Completion, GenerationRequest, SamplingParams, TokenLogprobs
 from areal_dta.rollout.server.sequence import Sequence as ServerSequence
@@ -189,11 +189,11 @@ def test_samples_without_seeds_have_plain_decodings_distribution_and_a_planted_b
 
     honest = speculation_module.draw_tokens
 
-    def eager(ready: list[ServerSequence], logits_RV: torch.Tensor) -> list[TokenLogprobs | None]:
+    def eager(ready: list[ServerSequence], logits_RV: torch.Tensor, ahead: list[int]) -> list[TokenLogprobs | None]:
         """Takes what was drafted one time in five, although another token was drawn."""
-        out = honest(ready, logits_RV)
+        out = honest(ready, logits_RV, ahead)
         for i, seq in enumerate(ready):
-            drafted = likeliest[seq.request.seed % 6][0][seq.num_output]
+            drafted = likeliest[seq.request.seed % 6][0][seq.num_output + ahead[i]]
             if seq.request.seed % 5 == 0:
                 out[i] = TokenLogprobs(drafted, 0.0)
         return out
@@ -222,3 +222,59 @@ def test_a_drafter_that_fails_is_left_out_and_the_answers_stay(folders: dict[str
     assert scheduler.speculator is not None
     assert scheduler.speculator.drafter is None
     assert "out of memory" in str(scheduler.speculator.problem)
+
+
+def test_tokens_drawn_ahead_are_those_drawn_level_by_level(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = mixed_requests(40, VOCAB, seed=31, resumable=True)
+    answers = answers_of(run_all(spelling(make_scheduler(folders["qwen3"], torch.float64)), requests, 8))
+    honest, calls = speculation_module.draw_tokens, Counter[bool]()
+
+    def counting(ready: list[ServerSequence], logits_RV: torch.Tensor, ahead: list[int]) -> list[TokenLogprobs | None]:
+        calls[any(ahead)] += 1
+        return honest(ready, logits_RV, ahead)
+
+    monkeypatch.setattr(speculation_module, "draw_tokens", counting)
+    done, num_calls = [], []
+    for logits in (speculation_module.AHEAD_LOGITS, -(10**6)):
+        monkeypatch.setattr(speculation_module, "AHEAD_LOGITS", logits)
+        calls.clear()
+        oracle = Oracle(answers, 0.9, VOCAB, seed=5)
+        done.append(run_all(speculating(folders["qwen3"], torch.float64, oracle), requests, 4))
+        num_calls.append(calls.total())
+        assert (calls[True] > 0) == (logits > 0)
+    assert different(*done) == []
+    assert num_calls[0] < 0.7 * num_calls[1]
+
+
+def test_on_paper_a_few_sequences_at_a_time_are_guessed_for_and_told_of_once_their_tokens_are_there() -> None:
+    class Notes(ScriptedTuner):
+        def __init__(self) -> None:
+            super().__init__((OFF,))
+            self.guesses: list[tuple[int, int]] = []
+
+        def on_paper(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
+            self.guesses.append((num_drafted, num_accepted))
+
+    drafter, notes = NgramDrafter(NgramIndex()), Notes()
+    sampling = SamplingParams(max_new_tokens=30)
+    seqs = [
+        ServerSequence(GenerationRequest(str(i), (5, 6, 7, 8, 5, 6), sampling, i), 40, frozenset(), lambda *_: None)
+        for i in range(6)
+    ]
+
+    def plain_steps() -> None:
+        for _ in range(PAPER_STEPS):
+            drafter.try_on_paper(seqs, notes, 0.3)
+
+    plain_steps()  # after 5 6 comes 7, perhaps; two such steps are less likely than 0.3
+    for token in (7, 9):
+        for seq in seqs:
+            seq.append(TokenLogprobs(token, 0.0), "v0")
+        plain_steps()
+    assert notes.guesses[:4] == [(1, 1)] * 4
+    assert len(notes.guesses) in (6, 7, 8) and set(notes.guesses) <= {(1, 1), (1, 0), (0, 0)}
+    for seq in seqs:
+        drafter.finish(seq)
+    assert drafter._names == {}

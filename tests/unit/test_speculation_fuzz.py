@@ -38,7 +38,7 @@ from tests.unit.spec_kit import ScriptedTuner, mixed_requests, run_all, same, sp
 from tests.unit.tiny_models import save_tiny_model
 
 VOCAB = 320
-SMALL_ARMS = (OFF, Arm("ngram", 3, 1, 3), Arm("ngram", 6, 2, 9), Arm("eagle", 2, 2, 4), Arm("eagle", 3, 1, 3))
+SMALL_ARMS = (OFF, Arm("ngram", 3, 1, 3), Arm("ngram", 6, 1, 6), Arm("eagle", 2, 2, 4), Arm("eagle", 3, 1, 3))
 # Every arm looks cheap and trials cost nothing: the tuner's own choices visit all of them.
 EAGER = TunerSettings(epsilon=0.9, max_regret=0.999, burst_steps=2, min_steps=2, stale_steps=20)
 
@@ -123,7 +123,7 @@ def assert_nothing_is_left(scheduler: Scheduler) -> None:
         assert speculator.recorder._records == {}
     ngram = speculator._ngram
     assert isinstance(ngram, NgramDrafter)
-    assert (ngram._names, ngram._known, ngram._index._store._open) == ({}, {}, {})
+    assert (ngram._names, ngram._known, ngram._index._recent) == ({}, {}, {})
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,11 @@ from areal_dta.rollout.server.sequence import TokenLogprobs
 __all__ = ["adjust", "draw_tokens", "top_logprobs"]
 
 
-def adjust(logits_RV: torch.Tensor, ready: Sequence[Request]) -> torch.Tensor:
-    """Apply penalties, bias and ``min_new_tokens`` to ``logits_RV`` in place; row i belongs to ``ready[i]``."""
+def adjust(logits_RV: torch.Tensor, ready: Sequence[Request], ahead: Sequence[int] = ()) -> torch.Tensor:
+    """Apply penalties, bias and ``min_new_tokens`` to ``logits_RV`` in place; row i belongs to ``ready[i]``, see
+    `draw_tokens` for ``ahead``."""
     device, dtype = logits_RV.device, logits_RV.dtype
+    forbidden: list[tuple[int, int]] = []  # row, token
     for row, seq in enumerate(ready):
         s = seq.request.sampling
         if s.penalised and seq.counts:
@@ -34,21 +36,27 @@ def adjust(logits_RV: torch.Tensor, ready: Sequence[Request]) -> torch.Tensor:
         if s.logit_bias:
             ids = torch.tensor([token for token, _ in s.logit_bias], device=device)
             logits_RV[row, ids] += torch.tensor([bias for _, bias in s.logit_bias], dtype=dtype, device=device)
-        if seq.num_output < s.min_new_tokens and seq.stop_ids:
-            logits_RV[row, list(seq.stop_ids)] = float("-inf")
+        if s.min_new_tokens and seq.num_output + (ahead[row] if ahead else 0) < s.min_new_tokens:
+            forbidden += [(row, token) for token in seq.stop_ids]
+    if forbidden:
+        rows, tokens = torch.tensor(forbidden, device=device).unbind(1)
+        logits_RV[rows, tokens] = float("-inf")
     return logits_RV
 
 
-def draw_tokens(ready: Sequence[Request], logits_RV: torch.Tensor) -> list[TokenLogprobs | None]:
+def draw_tokens(
+    ready: Sequence[Request], logits_RV: torch.Tensor, ahead: Sequence[int] = ()
+) -> list[TokenLogprobs | None]:
     """The next token of every request with the log-probs it asked for, None where its constraint allows no token;
-    overwrites ``logits_RV``."""
+    overwrites ``logits_RV``. Row i is for the token ``ahead[i]`` (default 0) after the next one of ``ready[i]``, if the
+    request has neither penalties nor a constraint, which ask for the tokens between."""
     logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
     wants = [seq.request.wants for seq in ready]
     raw_rows = [i for i, w in enumerate(wants) if w.raw]
     raw_logprobs_RV = logits_RV[raw_rows].log_softmax(-1) if raw_rows else logits_RV
-    rows = [seq.sample_row() for seq in ready]
+    rows = [seq.sample_row(n) for seq, n in zip(ready, ahead or [0] * len(ready), strict=True)]
     allowed = {i: seq.allows for i, seq in enumerate(ready) if seq.constraint is not None}
-    drawn = draw(adjust(logits_RV, ready), rows, allowed)
+    drawn = draw(adjust(logits_RV, ready, ahead), rows, allowed)
     tokens, logprobs = drawn.tokens_B.tolist(), drawn.logprobs().tolist()
     sampling = drawn.sampling_logprobs().tolist() if any(w.sampling for w in wants) else []
     raw: dict[int, float] = {}

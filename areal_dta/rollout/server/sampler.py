@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 __all__ = ["Draw", "SampleRow", "draw", "gumbel_noise", "sample"]
@@ -87,7 +88,7 @@ def gumbel_noise(
     if torch.device(device).type != "cpu":
         return _noise(words, ids_V)
     rows = max(1, CACHED_VALUES // len(ids_V))
-    return torch.cat([_noise(words[i : i + rows], ids_V) for i in range(0, len(words), rows)])
+    return torch.cat([_noise_on_cpu(words[i : i + rows], ids_V) for i in range(0, len(words), rows)])
 
 
 def _noise(words: Sequence[int], ids_V: torch.Tensor) -> torch.Tensor:
@@ -97,6 +98,34 @@ def _noise(words: Sequence[int], ids_V: torch.Tensor) -> torch.Tensor:
     x_BV = _mix_(_mix_(x_BV).add_(second_B1))
     uniform_BV = _uniform(x_BV)
     return uniform_BV.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix_words_(x: np.ndarray, spare: np.ndarray) -> None:
+    """`_mix_` of uint32, where a right shift brings zeros."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x ^= np.right_shift(x, shift, out=spare)
+        x *= np.uint32(factor)
+    x ^= np.right_shift(x, 16, out=spare)
+
+
+def _noise_on_cpu(words: Sequence[int], ids_V: torch.Tensor) -> torch.Tensor:
+    """`_noise`, bit for bit, in a third of the time for one row: numpy has unsigned words and calls cost less."""
+    words_B1 = np.array(words, dtype=np.uint64)[:, None]
+    x_BV = ids_V.numpy().view(np.uint32) ^ words_B1.astype(np.uint32)
+    spare_BV = np.empty_like(x_BV)
+    _mix_words_(x_BV, spare_BV)
+    x_BV += (words_B1 >> np.uint64(32)).astype(np.uint32)
+    _mix_words_(x_BV, spare_BV)
+    low_BV = np.bitwise_and(x_BV, np.uint32(0xFF), out=spare_BV).astype(np.float32)
+    low_BV += np.float32(0.5)
+    low_BV *= np.float32(2.0**-8)
+    x_BV >>= np.uint32(8)
+    uniform_BV = x_BV.astype(np.float32)
+    uniform_BV += low_BV
+    uniform_BV *= np.float32(2.0**-24)
+    np.minimum(uniform_BV, np.float32(1 - 2.0**-24), out=uniform_BV)
+    # The logarithms are torch's on both ways.
+    return torch.from_numpy(uniform_BV).neg_().log1p_().neg_().log_().neg_()
 
 
 @dataclass(frozen=True)

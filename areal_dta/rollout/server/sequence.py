@@ -220,9 +220,10 @@ class Sequence:
             return len(self.tokens) - 1
         return max(0, min(self.prompt_len - 1, self.request.logprob_start - 1))
 
-    def sample_row(self) -> SampleRow:
+    def sample_row(self, ahead: int = 0) -> SampleRow:
+        """How the next token is drawn, or the one ``ahead`` tokens after it."""
         s = self.request.sampling
-        return SampleRow(self.request.seed, len(self.tokens), s.temperature, s.top_p, s.top_k, s.min_p)
+        return SampleRow(self.request.seed, len(self.tokens) + ahead, s.temperature, s.top_p, s.top_k, s.min_p)
 
     def allows(self, token: int) -> bool:
         """Whether the constraint admits ``token`` next; a stop token once the constraint is complete."""

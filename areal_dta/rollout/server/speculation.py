@@ -33,6 +33,8 @@ __all__ = ["FeatureDrafter", "SpecStats", "Speculator", "kv_moves", "tree_span",
 
 log = logging.getLogger(__name__)
 Trees = dict[Request, DraftTree]
+# A call that draws costs as much as about 20,000 more logits in it; most drafted rows are reached.
+AHEAD_LOGITS, AHEAD_PER_SEQUENCE = 1 << 16, 1 << 13
 
 
 class FeatureDrafter(Protocol):
@@ -108,7 +110,7 @@ class Speculator:
         self._arm = arm
         if arm == OFF:
             if self._ngram is not None and not prefill_rows:
-                self._ngram.try_on_paper(work, self.tuner.acceptance)
+                self._ngram.try_on_paper(work, self.tuner, self.tuner.least_chance(len(work), self._context))
             return {}
         drafter = self.drafter if arm.drafter == "eagle" else None
         slots = arm.num_verify if drafter is None else max(arm.num_verify, drafter.slots_needed(arm))
@@ -116,17 +118,19 @@ class Speculator:
         if not ready:
             self._arm = OFF  # nobody has room: a plain step
             return {}
-        source = self._ngram if drafter is None else drafter
-        try:
-            trees = [EMPTY] * len(ready) if source is None else source.draft(ready, arm)
-        except RuntimeError as error:
-            if drafter is None:
-                raise
-            self._give_up(error)
-            return {}
-        found = {seq: tree.trimmed(_room(seq)) for seq, tree in zip(ready, trees, strict=True)}
+        if drafter is not None:
+            try:
+                trees = drafter.draft(ready, arm)
+            except RuntimeError as error:
+                self._give_up(error)
+                return {}
+        elif self._ngram is not None:
+            trees = self._ngram.draft(ready, arm, self.tuner.least_chance(len(work), self._context))
+        else:
+            trees = [EMPTY] * len(ready)
+        found = {seq: tree.trimmed(_room(seq)) for seq, tree in zip(ready, trees, strict=True) if tree.tokens}
         self._drafted = self._clock()
-        return {seq: tree for seq, tree in found.items() if len(tree)}
+        return found
 
     def _give_up(self, error: RuntimeError) -> None:
         """The drafter failed, for want of memory as a rule: decoding goes on without it."""
@@ -216,12 +220,13 @@ def walk(
     accepted: dict[Request, list[int]] = {}
     finished: list[tuple[Request, FinishReason]] = []
     live, node = list(first), dict.fromkeys(first, ROOT)
+    drawn: dict[int, TokenLogprobs | None] = {}  # by row
     while live:
-        rows = [first[seq] + 1 + node[seq] for seq in live]
-        # A copy: drawing overwrites its logits.
-        chosen_RV = logits_RV if not trees else logits_RV[torch.tensor(rows, device=logits_RV.device)]
+        if any(first[seq] + 1 + node[seq] not in drawn for seq in live):
+            drawn |= _draw(live, node, first, logits_RV, trees)
         going: list[Request] = []
-        for seq, entry in zip(live, draw_tokens(live, chosen_RV), strict=True):
+        for seq in live:
+            entry = drawn[first[seq] + 1 + node[seq]]
             reason = take(seq, entry)
             if reason is not None:
                 finished.append((seq, reason))
@@ -235,6 +240,31 @@ def walk(
     return accepted, finished
 
 
+def _draw(
+    live: Sequence[Request],
+    node: dict[Request, int],
+    first: dict[Request, int],
+    logits_RV: torch.Tensor,
+    trees: Trees,
+) -> dict[int, TokenLogprobs | None]:
+    """Draw at the node where every sequence is. Where that is cheaper than another call for the next level, and a token
+    depends on its position only and not on those before it, also at all nodes below."""
+    places = [(seq, 0, first[seq] + 1 + node[seq]) for seq in live]
+    below: list[tuple[Request, int, int]] = []
+    for seq in live:
+        tree = trees.get(seq)
+        if tree is not None and seq.constraint is None and not seq.request.sampling.penalised:
+            depth = tree.depths[node[seq]] if node[seq] != ROOT else 0
+            below += [(seq, tree.depths[n] - depth, first[seq] + 1 + n) for n in tree.below(node[seq])]
+    if len(below) * logits_RV.shape[-1] <= AHEAD_LOGITS + AHEAD_PER_SEQUENCE * len(live):
+        places += below
+    seqs, ahead, rows = zip(*places, strict=True)
+    # A copy, unless it is everything: drawing overwrites its logits.
+    whole = len(rows) == len(logits_RV) and not below
+    chosen_RV = logits_RV if whole else logits_RV[torch.tensor(rows, device=logits_RV.device)]
+    return dict(zip(rows, draw_tokens(seqs, chosen_RV, ahead), strict=True))
+
+
 def _room(seq: Request) -> int:
     """Drafted tokens that could still be accepted before the sequence has its last token."""
     left = min(seq.max_tokens - len(seq.tokens), seq.request.sampling.max_new_tokens - seq.num_output)
@@ -246,6 +276,8 @@ def tree_span(seq: Request, tree: DraftTree | None) -> Span:
     if tree is None:
         return Span(seq.table, seq.num_computed, seq.scheduled_end)
     start = seq.num_computed
+    if tree.is_chain:
+        return Span(seq.table, start, start + 1 + len(tree))
     depths = (start, *(start + depth for depth in tree.depths))
     return Span(seq.table, start, start + 1 + len(tree), context=start, visible=tree.visible(), depths=depths)
 
