@@ -24,7 +24,7 @@ from areal_dta.nn import DecoderConfig, DecoderWeights, load_decoder
 from experiments.drafter.collect import CollectSettings, collect
 from experiments.drafter.prompts import VARIANTS, Prompt, make_prompts, split_tasks
 from experiments.drafter.samples import load_samples
-from experiments.drafter.train import TrainSettings, train
+from experiments.drafter.train import DRAFT_VOCAB, TrainSettings, train
 from experiments.tau2.chat import load_tokenizer
 from experiments.tau2.domains import DOMAINS
 
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", choices=["collect", "train", "all"], default="all", help="one part only")
     add("--start", type=Path, help="a drafter's folder to go on from, for example after collecting more")
     add("--kind", choices=KINDS, default=TrainSettings.kind)
-    add("--draft-vocab", type=int, default=TrainSettings.draft_vocab, help="tokens that can be drafted; 0: all")
+    add("--draft-vocab", type=int, help=f"tokens that can be drafted, 0: all; default: {DRAFT_VOCAB}, or as --start")
     add("--portable", action="store_true", help="leave out what SGLang's EAGLE classes cannot load (q/k-norm, biases)")
     add("--domains", default=",".join(DOMAINS), help="tau2 domains of the prompts")
     add("--max-prompt", type=int, default=1024, help="bound of the prompts' tokens; 0: whole prompts (5,000 to 8,000)")

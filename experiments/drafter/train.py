@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal_dta.drafter.draft_vocab import count_tokens, covered_share, frequent_tokens
-from areal_dta.drafter.eagle import EagleWeights, init_weights
+from areal_dta.drafter.eagle import EagleWeights, init_weights, trained_tensors, with_tensors
 from areal_dta.drafter.eagle_config import DrafterMismatch, EagleConfig, sglang_obstacles
 from areal_dta.drafter.eagle_files import write_drafter
 from areal_dta.drafter.losses import DraftScores
@@ -40,6 +40,7 @@ REPORT_EVERY_S = 20.0
 CHAIN = 5  # drafted tokens of the simulated chains
 LAST_RATE = 0.05  # of the learning rate, at the end
 RATE_STEPS = 16  # the rate is lowered this often
+DRAFT_VOCAB = 4096
 PROMPT_WEIGHT = 0.1  # of a prompt's token in the choice of the vocabulary, against one of an answer
 
 
@@ -47,13 +48,14 @@ PROMPT_WEIGHT = 0.1  # of a prompt's token in the choice of the vocabulary, agai
 class TrainSettings:
     """``batch_tokens`` per optimisation step; the rate falls from ``learning_rate`` along half a cosine. Every answer
     is preceded by at most ``context`` tokens of its prompt. ``portable``: of parts that SGLang's drafter classes can
-    load as well. ``seconds`` bounds one call."""
+    load as well. ``draft_vocab`` None: as many tokens as the drafter to start from has, else DRAFT_VOCAB. ``seconds``
+    bounds one call."""
 
     kind: str = "eagle"
-    draft_vocab: int = 8192
+    draft_vocab: int | None = None
     portable: bool = False
     epochs: int = 6
-    batch_tokens: int = 2048
+    batch_tokens: int = 1024
     learning_rate: float = 1e-3
     context: int = 256
     seconds: float = 1e9
@@ -123,9 +125,9 @@ def train(
     report: Report = print,
     start: EagleWeights | None = None,
 ) -> Trained:
-    """Train and write the drafter to ``out``; ``work`` holds the state. ``start``: a drafter to go on from, whose
-    vocabulary and parts are kept; eagle and hass are the same network, so the one may become the other. Raises
-    DrafterMismatch."""
+    """Train and write the drafter to ``out``; ``work`` holds the state. ``start``: a drafter to go on from, whose parts
+    are kept, and whose vocabulary unless the settings have another; eagle and hass are the same network, so the one may
+    become the other. Raises DrafterMismatch."""
     return _Training(target, samples, held_out, out, work, settings, report, start).run()
 
 
@@ -144,7 +146,9 @@ class _Training:
         self._settings, self._report = settings, report
         self._samples, self._out, self._work = list(samples), out, work
         self._held_out = pack([_in_fp32(s) for s in held_out], settings.batch_tokens)
-        self._start = _untrained(target, samples, settings) if start is None else _continued(start, settings)
+        self._start = (
+            _untrained(target, samples, settings) if start is None else _continued(start, target, samples, settings)
+        )
         said_V = count_tokens((s.ids_T[s.loss_start + 1 :].numpy() for s in held_out), target.config.vocab_size)
         ids_Vd = self._start.draft_ids_Vd
         self._covered = 1.0 if ids_Vd is None else covered_share(said_V, ids_Vd.numpy())
@@ -222,6 +226,7 @@ class _Training:
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
         kept = {k: v for k, v in asdict(self._settings).items() if k not in ("seconds", "save_every_s")}
+        kept["draft_vocab"] = self._start.config.num_draft_tokens
         return {**kept, "num_samples": len(self._samples), "num_tokens": self._num_tokens}
 
     def _resume(self) -> None:
@@ -252,14 +257,21 @@ class _Training:
 
 
 def _untrained(target: DecoderWeights, samples: Sequence[DraftSample], settings: TrainSettings) -> EagleWeights:
-    full = settings.draft_vocab == 0 or settings.draft_vocab >= target.config.vocab_size
-    ids_Vd = None if full else choose_vocabulary(samples, target, settings.draft_vocab)
-    size = 0 if full else settings.draft_vocab
+    size, ids_Vd = _vocabulary(target, samples, DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab)
     config = EagleConfig.for_target(target.config, settings.kind, size, portable=settings.portable)
     return init_weights(config, target, torch.Generator().manual_seed(settings.seed), ids_Vd)
 
 
-def _continued(start: EagleWeights, settings: TrainSettings) -> EagleWeights:
+def _vocabulary(target: DecoderWeights, samples: Sequence[DraftSample], size: int) -> tuple[int, torch.Tensor | None]:
+    """Size and ids (Vd,) for `EagleConfig`; the whole vocabulary is 0 and None."""
+    if size == 0 or size >= target.config.vocab_size:
+        return 0, None
+    return size, choose_vocabulary(samples, target, size)
+
+
+def _continued(
+    start: EagleWeights, target: DecoderWeights, samples: Sequence[DraftSample], settings: TrainSettings
+) -> EagleWeights:
     kind = settings.kind
     if start.config.kind != kind and "eagle3" in (start.config.kind, kind):
         raise DrafterMismatch(f"a drafter of kind {start.config.kind} cannot go on as {kind}; leave --start out")
@@ -270,7 +282,19 @@ def _continued(start: EagleWeights, settings: TrainSettings) -> EagleWeights:
             f"the drafter to start from has {', '.join(obstacles)}, so it cannot go on as a portable one; leave out "
             "--start, to train a new one, or --portable"
         )
-    return replace(start, config=config)
+    start = replace(start, config=config)
+    if settings.draft_vocab is None:
+        return start
+    size, ids_Vd = _vocabulary(target, samples, settings.draft_vocab)
+    if size == config.draft_vocab_size:
+        return start
+    if config.trains_head:
+        raise DrafterMismatch(
+            f"the drafter to start from has a trained head of {config.num_draft_tokens} tokens, not "
+            f"{settings.draft_vocab}; leave out --draft-vocab or --start"
+        )
+    recut = init_weights(replace(config, draft_vocab_size=size), target, torch.Generator(), ids_Vd)
+    return with_tensors(recut, trained_tensors(start))
 
 
 def _in_fp32(sample: DraftSample) -> DraftSample:

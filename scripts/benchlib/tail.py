@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--domains", default="airline,retail", help="tau2 domains whose prompts a folder's model gets")
     parser.add_argument("--max-prompt", type=int, default=768, help="bound of the prompts' tokens; 0: whole prompts")
     parser.add_argument("--strategies", type=_strategies, default=STRATEGIES, help="plain and others of static, tlt")
-    parser.add_argument("--static-arm", type=_arm, help="default: ngram-d7-k1-v7, or eagle-d3-k1-v3 where there is a drafter")
+    parser.add_argument(
+        "--static-arm", type=_arm, help="default: ngram-d7-k1-v7, or eagle-d3-k1-v3 where there is a drafter"
+    )
     parser.add_argument("--requests", type=int, default=64, help="of one step")
     parser.add_argument("--samples", type=int, default=8, help="answers per prompt")
     parser.add_argument("--rounds", type=int, default=6, help="steps on new prompts; the first is left out")

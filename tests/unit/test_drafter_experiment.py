@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from areal_dta.drafter.eagle import trained_tensors
 from areal_dta.drafter.eagle_config import sglang_obstacles
 from areal_dta.drafter.eagle_files import read_drafter
 from areal_dta.nn import DecoderConfig, load_decoder
@@ -122,6 +123,26 @@ def test_an_eagle_drafter_goes_on_as_hass_but_not_as_eagle3(model: Path, work: P
     target = load_decoder(model, DecoderConfig.from_folder(model), torch.float32)
     assert read_drafter(tmp_path / "second", target)[0].config.kind == "hass"
     assert main(arguments(model, work, *more, "--kind", "eagle3")) == 1
+
+
+def test_a_drafter_that_goes_on_may_get_another_vocabulary_unless_its_head_is_trained(
+    model: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_decoder(model, DecoderConfig.from_folder(model), torch.float32)
+    options = ["--steps", "train", "--seconds", "0"]
+    assert main([*arguments(model, work, *options), "--out", str(tmp_path / "first")]) == 0
+    recut = [*options, "--start", str(tmp_path / "first"), "--epochs", "0", "--draft-vocab", "100"]
+    assert main([*arguments(model, work, *recut), "--out", str(tmp_path / "recut")]) == 0
+    first, second = (read_drafter(tmp_path / name, target)[0] for name in ("first", "recut"))
+    assert (first.config.draft_vocab_size, second.config.draft_vocab_size) == (256, 100)
+    assert first.draft_ids_Vd is not None and second.draft_ids_Vd is not None
+    assert set(second.draft_ids_Vd.tolist()) < set(first.draft_ids_Vd.tolist())
+    assert all(torch.equal(trained_tensors(second)[name], t) for name, t in trained_tensors(first).items())
+    own_head = [*options, "--kind", "eagle3", "--out", str(tmp_path / "eagle3")]
+    assert main(arguments(model, work, *own_head)) == 0
+    more = [*own_head, "--start", str(tmp_path / "eagle3"), "--draft-vocab", "100"]
+    assert main(arguments(model, work, *more)) == 1
+    assert "trained head of 256 tokens, not 100; leave out --draft-vocab" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "asked", "kept"), [("eagle", 8192, 0), ("hass", 256, 256), ("eagle3", 256, 256)])
