@@ -53,7 +53,11 @@ class DrafterApi:
                 )
                 installed = self._front.engine.call(lambda: control.install(update))
                 await self._front.on_model_thread(installed, "the drafter swap")
-            except (*DRAFTER_REFUSALS, MemoryError) as error:
+            except MemoryError as error:
+                self.num_failed += 1
+                log.warning("decoding goes on without drafter %s: %s", path, error)
+                return json_response({"success": False, "message": str(error)}, 400)
+            except DRAFTER_REFUSALS as error:
                 self.num_failed += 1
                 log.warning("drafter %s refused: %s", path, error)
                 message = f"refused, drafter {control.drafter_version or 'none'} stays: {error}"

@@ -84,18 +84,9 @@ class _Reported(NullPublisher):
             self.values[name] = float(value)
 
 
-def _report(control: SpecControl) -> _Reported:
-    """What the server tells the run's metrics, now."""
-    found = _Reported()
-    try:
-        control.report(found)
-    except RuntimeError:  # the model thread used a strategy for the first time just then
-        control.report(found)
-    return found
-
-
 def _speculation(control: SpecControl, failures: int) -> list[Sample]:
-    report, state = _report(control), control.snapshot()
+    report, state = _Reported(), control.snapshot()
+    control.report(report)
     values, version = report.values, state["drafter_version"]
     drafted, accepted = values["tlt/drafted_tokens"], values["tlt/accepted_tokens"]
 

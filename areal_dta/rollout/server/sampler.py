@@ -21,6 +21,7 @@ import torch
 __all__ = ["Draw", "SampleRow", "draw", "gumbel_noise", "sample"]
 
 MASK64 = (1 << 64) - 1
+MIX_FACTORS = (0x7FEB352D, 0x846CA68B)
 NUCLEUS_FIRST_LOOK = 256  # most nuclei are this small; sorting the whole vocabulary costs ten times more
 MIN_TEMPERATURE = 1e-5
 CACHED_VALUES = 1 << 16  # noise is made for so many values at a time on a CPU: its temporaries stay in the cache
@@ -57,11 +58,11 @@ def _signed32(x: int) -> int:
 
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:
-    """A bijective 32-bit finaliser (multiply and shift, constants of C. Wellons' lowbias32), in place."""
+    """A bijective 32-bit finaliser (multiply and shift, as C. Wellons' lowbias32), in place."""
     x ^= (x >> 16) & 0xFFFF
-    x *= 0x7FEB352D
+    x *= MIX_FACTORS[0]
     x ^= (x >> 15) & 0x1FFFF
-    x *= _signed32(0x846CA68B)
+    x *= _signed32(MIX_FACTORS[1])
     x ^= (x >> 16) & 0xFFFF
     return x
 
@@ -102,7 +103,7 @@ def _noise(words: Sequence[int], ids_V: torch.Tensor) -> torch.Tensor:
 
 def _mix_words_(x: np.ndarray, spare: np.ndarray) -> None:
     """`_mix_` of uint32, where a right shift brings zeros."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+    for shift, factor in zip((16, 15), MIX_FACTORS, strict=True):
         x ^= np.right_shift(x, shift, out=spare)
         x *= np.uint32(factor)
     x ^= np.right_shift(x, 16, out=spare)

@@ -132,16 +132,16 @@ class SpecControl:
             self._writer.close()
 
     def report(self, publisher: Publisher) -> None:
-        """What the dashboard and the summary show."""
+        """What the dashboard and the summary show; may be asked for while the model thread runs."""
         stats = self._speculator.stats
         publisher.emit("tlt/accept_length", stats.accept_length)
         publisher.emit("tlt/draft_steps", stats.sequence_steps)
         publisher.emit("tlt/drafted_tokens", stats.drafted_tokens)
         publisher.emit("tlt/accepted_tokens", stats.accepted_tokens)
         publisher.emit("tlt/loss_to_plain", self._speculator.tuner.loss_to_plain)
-        for arm, steps in stats.steps_by_arm.items():
+        for arm, steps in list(stats.steps_by_arm.items()):
             publisher.emit("tlt/steps", steps, arm=arm)
-            publisher.emit("tlt/seconds", stats.seconds_by_arm[arm], arm=arm)
+            publisher.emit("tlt/seconds", stats.seconds_by_arm.get(arm, 0.0), arm=arm)
             publisher.emit("tlt/tokens", stats.tokens_by_arm[arm], arm=arm)
 
     def snapshot(self) -> dict[str, Any]:
